@@ -100,50 +100,57 @@ class AwsServerConfig(ServerConfig):
         self._check_ports()
         if self.may_lack and self.backend_type == "aws":
             raise SettingError(
-                f"{self.named('may_lack')} has no effect with {self.named('backend_type')} aws"
+                f"{self.setting_label('may_lack')} has no effect with "
+                f"{self.setting_label('backend_type')} aws"
             )
         if unknown := self.missing_layers - set(LAYERS):
             known = ", ".join(LAYERS)
             raise SettingError(
-                f"{self.named('may_lack')} names {', '.join(sorted(unknown))}; known: {known}"
+                f"{self.setting_label('may_lack')} names {', '.join(sorted(unknown))}; known: "
+                f"{known}"
             )
         if not is_loopback_host(self.host):
             self._check_open_host()
         if (simulated := self.injected.describe()) and self.backend_type == "aws":
-            trouble = self.named(min(simulated))
+            trouble = self.setting_label(min(simulated))
             raise SettingError(
-                f"{trouble} is simulated trouble; not with {self.named('backend_type')} aws"
+                f"{trouble} is simulated trouble; not with {self.setting_label('backend_type')} aws"
             )
         if self.backend_type == "aws" and not (
             self.token and self.allow_real_aws and self.pool_size == 1
         ):
             raise SettingError(
-                f"{self.named('backend_type')} is aws; it needs {self.named('token')}, the account "
+                f"{self.setting_label('backend_type')} is aws; it needs "
+                f"{self.setting_label('token')}, the account "
                 f"id in "
-                f"{self.named('allow_real_aws')} and {self.named('pool_size')} 1"
+                f"{self.setting_label('allow_real_aws')} and {self.setting_label('pool_size')} 1"
             )
 
     def _check_ports(self) -> None:
         last = self.ministack_base_port + self.pool_size - 1
         if self.ministack_base_port and last > 65535:
             raise SettingError(
-                f"{self.named('ministack_base_port')} is {self.ministack_base_port}; there are no "
+                f"{self.setting_label('ministack_base_port')} is {self.ministack_base_port}; "
+                f"there are no "
                 f"{self.pool_size} ports from there on"
             )
         ours = self.web_ministack_port
         if self.web_mounted and ours and self.ministack_base_port <= ours <= last:
             raise SettingError(
-                f"{self.named('web_ministack_port')} is {self.web_ministack_port}, a port of the "
+                f"{self.setting_label('web_ministack_port')} is {self.web_ministack_port}, a port "
+                f"of the "
                 f"pool "
                 f"({self.ministack_base_port} to {last})"
             )
 
     def _check_open_host(self) -> None:
-        where = f"{self.named('host')} is {self.host!r}, not a loopback address"
+        where = f"{self.setting_label('host')} is {self.host!r}, not a loopback address"
         if self.sandbox == "plain":
-            raise SettingError(f"{where}; it needs {self.named('sandbox')} auto or bwrap")
+            raise SettingError(f"{where}; it needs {self.setting_label('sandbox')} auto or bwrap")
         if self.may_lack:
-            raise SettingError(f"{where}; no layer may be missing then ({self.named('may_lack')})")
+            raise SettingError(
+                f"{where}; no layer may be missing then ({self.setting_label('may_lack')})"
+            )
 
     @property
     def missing_layers(self) -> frozenset[str]:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from realhf.base.event_loops import ClockedLoop
 from realhf.base.installation import needs
 from realhf.tinker.options import ServerOptions, read_options
-from realhf.web.certificates import in_the_clear, server_files
+from realhf.web.certificates import plaintext_warning, server_files
 from realhf.web.connections import HandshakeLoop, guarded_http, use_all_descriptors
 from realhf.web.settings import SettingError
 
@@ -49,7 +49,7 @@ async def serve(options: ServerOptions) -> int:
     from realhf.tinker.routes import build_app
     from realhf.tinker.service import Service
 
-    if warning := in_the_clear(options.host, options.tls_cert, options.tls_names):
+    if warning := plaintext_warning(options.host, options.tls_cert, options.tls_names):
         _log.warning(warning)
     listener = socket.create_server((options.host, options.port))
     service = Service(options)

@@ -35,13 +35,14 @@ def guard_rules(options: ServerOptions) -> GuardRules:
 
     def authorize(scope: Scope) -> Refusal | None:
         key = Headers(scope=scope).get("x-api-key", "")
-        if not _needs_no_key(scope) and keys and not keys.grants_of(key.encode("latin-1")):
+        if not _needs_no_key(scope) and keys and not keys.find_grants(key.encode("latin-1")):
             return Refusal(401, "this server does not know the API key (X-API-Key)")
         scope[OWNER] = hashlib.sha256(key.encode()).hexdigest()[:16]
         return None
 
     hosts = ServedHosts(
-        f"this host is not served here; {options.named('allowed_hosts')} names further ones",
+        f"this host is not served here; {options.setting_label('allowed_hosts')} names further "
+        f"ones",
         names=options.allowed_names | {options.host.strip("[]").lower()},
         addresses=is_open,
     )
@@ -52,7 +53,7 @@ def guard_rules(options: ServerOptions) -> GuardRules:
         local_remedy=""
         if keys
         else f"without API keys this server is for its own machine only: set "
-        f"{options.named('token_file')}",
+        f"{options.setting_label('token_file')}",
     )
 
 

@@ -135,7 +135,7 @@ class ServerOptions(ServerSettings):
     @property
     def token_names(self) -> str:
         """How messages name the setting that lets the server listen beyond the loopback."""
-        return self.named("token_file")
+        return self.setting_label("token_file")
 
     def api_keys(self) -> frozenset[str]:
         """Return the API keys that may use this server; none: any may. Raises SettingError for a

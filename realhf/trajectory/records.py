@@ -397,7 +397,7 @@ class StateOptions(Settings):
         super().__post_init__()
         for name in _POSITIVE_SECONDS:
             if not getattr(self, name) > 0:
-                raise SettingError(f"{self.named(name)} must be more than 0 seconds")
+                raise SettingError(f"{self.setting_label(name)} must be more than 0 seconds")
 
     def is_strict(self, *rows: str) -> bool:
         """Return whether all of these rows follow the original server's behaviour."""
@@ -414,7 +414,8 @@ class StateOptions(Settings):
         chosen = {name.strip().replace("-", "_") for name in words.split(",")}
         if unknown := sorted(chosen.difference(STRICT_ROWS)):
             raise SettingError(
-                f"{self.named('strict')} has no row {unknown[0]!r}; give all, none or some of "
+                f"{self.setting_label('strict')} has no row {unknown[0]!r}; give all, none or "
+                f"some of "
                 f"{', '.join(STRICT_ROWS)}"
             )
         return [row for row in STRICT_ROWS if row in chosen]

@@ -112,7 +112,7 @@ async def read_body(
     bytes that are held. Raises Refusal: 413 above ``max_bytes``, compressed or not; 400 for a
     damaged stream; 503 for one that stalls; and what ``take`` raises.
     """
-    body = await _received(chunks, max_bytes, take)
+    body = await _read_compressed(chunks, max_bytes, take)
     encoding = encoding.lower()
     if "gzip" in encoding:
         inflate = gunzip
@@ -131,7 +131,7 @@ async def read_body(
     return plain
 
 
-async def _received(chunks: AsyncIterator[bytes], max_bytes: int, take: Take) -> bytes:
+async def _read_compressed(chunks: AsyncIterator[bytes], max_bytes: int, take: Take) -> bytes:
     """Return the body as it was sent. This function returns before decompression so that its buffer
     is freed. Raises Refusal 503 for a body that arrives too slowly: its bytes take room that others
     need."""
@@ -238,8 +238,8 @@ class BodyBudget:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.held = 0
-        self.refused = 0
+        self.used_bytes = 0
+        self.refused_count = 0
         self.lock = threading.Lock()
 
 
@@ -251,7 +251,7 @@ class BodyShare:
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
-        self._held = 0
+        self._used_bytes = 0
         self._released = False
 
     def take(self, nbytes: int) -> None:
@@ -259,22 +259,22 @@ class BodyShare:
         ``release``."""
         budget = self._budget
         with budget.lock:
-            if budget.held + nbytes > budget.limit or self._released:
-                budget.refused += 1
+            if budget.used_bytes + nbytes > budget.limit or self._released:
+                budget.refused_count += 1
                 raise Refusal(
                     503,
                     f"the bodies of all requests together exceed {budget.limit} bytes",
                     {"Retry-After": "1"},
                 )
-            budget.held += nbytes
-            self._held += nbytes
+            budget.used_bytes += nbytes
+            self._used_bytes += nbytes
 
     def release(self) -> None:
         """Return all bytes to the budget."""
         with self._budget.lock:
             self._released = True
-            self._budget.held -= self._held
-            self._held = 0
+            self._budget.used_bytes -= self._used_bytes
+            self._used_bytes = 0
 
 
 class ClientGone(Exception):
@@ -395,10 +395,10 @@ class BodyReader:
         )
 
 
-def _header(scope: Scope, wanted: bytes) -> str:
+def _header(scope: Scope, name: bytes) -> str:
     """Return the first value of a header; "" without one."""
     return next(
-        (value.decode("latin-1") for name, value in scope["headers"] if name.lower() == wanted), ""
+        (value.decode("latin-1") for key, value in scope["headers"] if key.lower() == name), ""
     )
 
 

@@ -79,8 +79,8 @@ class BrowserAuth:
         if visitor is None:
             raise Refusal(401, f"open {self._path} first", code="NO_SESSION")
         if request.method == "POST":
-            sent = request.headers.get(CSRF_HEADER, "").encode()
-            if not hmac.compare_digest(sent, self.csrf_token(visitor).encode()):
+            sent_token = request.headers.get(CSRF_HEADER, "").encode()
+            if not hmac.compare_digest(sent_token, self.csrf_token(visitor).encode()):
                 raise Refusal(
                     403, "the CSRF token is missing or wrong; reload the page", code="CSRF"
                 )
@@ -104,9 +104,9 @@ class BrowserAuth:
         """Whether visitors have to log in."""
         return bool(self._tokens)
 
-    def knows(self, token: str) -> bool:
+    def accepts_token(self, token: str) -> bool:
         """Return whether this is the server's token; compares in constant time."""
-        return bool(self._tokens.grants_of(encode_token(token)))
+        return bool(self._tokens.find_grants(encode_token(token)))
 
     def new_visitor(self) -> str:
         """Return the id of a new browser, which has no cookie yet."""
@@ -145,8 +145,10 @@ def _check_own_page(request: Request) -> None:
     business here."""
     origins = request.headers.getlist("origin")
     if origins:
-        own = len(origins) == 1 and is_same_origin(origins[0], request.headers.get("host", ""))
+        is_own_page = len(origins) == 1 and is_same_origin(
+            origins[0], request.headers.get("host", "")
+        )
     else:
-        own = request.headers.get("sec-fetch-site") == "same-origin"
-    if not own:
+        is_own_page = request.headers.get("sec-fetch-site") == "same-origin"
+    if not is_own_page:
         raise Refusal(403, "only the playground's own page may do this", code=FOREIGN_ORIGIN)

@@ -15,12 +15,12 @@ def certificate_problem(cert: str, key: str, flags: tuple[str, str]) -> str:
         return ""
     if not cert or not key:
         return f"{flags[not cert]} is given without {flags[bool(cert)]}"
-    for given, flag in ((cert, flags[0]), (key, flags[1])):
+    for path, flag in ((cert, flags[0]), (key, flags[1])):
         try:
-            with open(os.path.expanduser(given), "rb"):
+            with open(os.path.expanduser(path), "rb"):
                 pass
         except OSError as error:
-            return f"{flag} {given}: {error.strerror}"
+            return f"{flag} {path}: {error.strerror}"
     try:
         # Without a password one that is wanted is asked for at the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
@@ -47,7 +47,7 @@ def server_files(cert: str, key: str) -> dict[str, str]:
     }
 
 
-def in_the_clear(host: str, cert: str, flags: tuple[str, str]) -> str:
+def plaintext_warning(host: str, cert: str, flags: tuple[str, str]) -> str:
     """Return a warning for a server that others reach at ``host`` without a certificate; "" for
     others."""
     if cert or is_loopback_host(host):

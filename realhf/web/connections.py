@@ -40,22 +40,23 @@ def use_all_descriptors() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def guarded_http(kind: str = "auto", *, head_s: float = HEAD_S, most: int = 0) -> Any:
+def guarded_http(kind: str = "auto", *, head_s: float = HEAD_S, max_connections: int = 0) -> Any:
     """Return a protocol class for ``uvicorn.Config(http=...)`` in place of ``kind`` (h11, httptools
     or auto).
 
     A connection ends if its request head is not complete within ``head_s`` seconds, or is larger
-    than ``MOST_HEAD_BYTES`` (status 431). A connection beyond ``most`` (0: as many as the limit of
-    file descriptors allows) ends the oldest one that is idle: its request is incomplete, or its
-    client has read nothing of the answer for ``head_s``. Where none is idle, the new connection
-    ends.
-    """
+    than ``MOST_HEAD_BYTES`` (status 431). A connection beyond ``max_connections`` (0: as many as
+    the limit of file descriptors allows) ends the oldest one that is idle: its request is
+    incomplete, or its client has read nothing of the answer for ``head_s``. Where none is idle, the
+    new connection ends."""
     if kind == "auto":
         kind = "httptools" if find_spec("httptools") else "h11"
     name = {"h11": "H11Protocol", "httptools": "HttpToolsProtocol"}[kind]
     protocol = getattr(import_module(f"uvicorn.protocols.http.{kind}_impl"), name)
     return type(
-        f"Guarded{name}", (_Guarded, protocol), {"head_s": head_s, "most": most, "ended": 0}
+        f"Guarded{name}",
+        (_ConnectionLimits, protocol),
+        {"head_s": head_s, "max_connections": max_connections, "ended": 0},
     )
 
 
@@ -80,7 +81,7 @@ class HandshakeLoop(ClockedLoop):
         return await super().create_server(*args, ssl_handshake_timeout=HEAD_S, **kwargs)
 
 
-class _Guarded:
+class _ConnectionLimits:
     """Mixin in front of a protocol class of uvicorn.
 
     It uses ``loop``, ``transport``, ``connections`` and ``cycle`` of that class; ``cycle`` is the
@@ -89,7 +90,7 @@ class _Guarded:
 
     head_s: float
     """Seconds that a request head may take; infinite for a WebSocket."""
-    most: int
+    max_connections: int
     """Largest number of connections; 0: as many as the limit of file descriptors allows."""
     ended = 0
     """Number of idle connections that were ended in favour of new ones, for all connections of the
@@ -119,14 +120,16 @@ class _Guarded:
         """Start the clock of the request head; end an idle connection if there are too many."""
         super().connection_made(transport)  # pyright: ignore[reportAttributeAccessIssue]
         self.since = time.monotonic_ns()
-        self.timer = self.loop.call_later(self.head_s, self.end_late)
-        most = self.most or max(
+        self.timer = self.loop.call_later(self.head_s, self.close_late)
+        max_connections = self.max_connections or max(
             MIN_CONNECTIONS,
             resource.getrlimit(resource.RLIMIT_NOFILE)[0] // DESCRIPTORS_PER_CONNECTION,
         )
-        if len(self.connections) > most:
+        if len(self.connections) > max_connections:
             idle: list[Any] = [
-                each for each in self.connections if isinstance(each, _Guarded) and each.is_idle()
+                each
+                for each in self.connections
+                if isinstance(each, _ConnectionLimits) and each.is_idle()
             ]
             oldest = min(idle, key=lambda each: each.since, default=self)
             kind = type(self)
@@ -134,7 +137,7 @@ class _Guarded:
             if kind.ended & (kind.ended - 1) == 0:  # 1, 2, 4, ...: strangers must not fill the log
                 _log.warning(
                     "more than %d connections: %d without a whole request were ended",
-                    most,
+                    max_connections,
                     kind.ended,
                 )
             oldest.transport.abort()
@@ -147,15 +150,15 @@ class _Guarded:
         The parser gets no more at once than a head may have: httptools takes time that grows with
         the square of the length of a head.
         """
-        rest = memoryview(data)
-        while rest and not self.transport.is_closing() and self.head_s < float("inf"):
-            part = rest[: MOST_HEAD_BYTES + 1 - self.incomplete]
-            rest = rest[len(part) :]
+        remainder = memoryview(data)
+        while remainder and not self.transport.is_closing() and self.head_s < float("inf"):
+            part = remainder[: MOST_HEAD_BYTES + 1 - self.incomplete]
+            remainder = remainder[len(part) :]
             self.incomplete += len(part)
             # a body whose answer is out may end here, and h11 waits for the next head
-            was_past_head = self.past_head()
+            was_past_head = self.is_past_head()
             super().data_received(part)  # pyright: ignore[reportAttributeAccessIssue]
-            if was_past_head or self.past_head():
+            if was_past_head or self.is_past_head():
                 self.incomplete = 0
             if self.incomplete > MOST_HEAD_BYTES:
                 self.refuse_head()
@@ -164,9 +167,9 @@ class _Guarded:
             self.stop_head_clock()
         elif self.timer is None:
             self.since = time.monotonic_ns()
-            self.timer = self.loop.call_later(self.head_s, self.end_late)
+            self.timer = self.loop.call_later(self.head_s, self.close_late)
 
-    def past_head(self: Any) -> bool:
+    def is_past_head(self: Any) -> bool:
         """Return whether h11 has parsed the head of a request. httptools calls the three methods
         below instead."""
         conn = getattr(self, "conn", None)
@@ -257,7 +260,7 @@ class _Guarded:
             self.timer.cancel()
             self.timer = None
 
-    def end_late(self: Any) -> None:
+    def close_late(self: Any) -> None:
         """End a connection whose request head did not arrive in time."""
         self.timer = None
         if self.is_waiting():

@@ -141,8 +141,8 @@ class PageRules:
         headers = _Headers(scope)
         hosts = headers.all(b"host")
         if not self.hosts.serves(hosts):
-            named = ", ".join(hosts)[:80]
-            return self.hosts.remedy.replace("{host}", repr(named))
+            host_text = ", ".join(hosts)[:80]
+            return self.hosts.remedy.replace("{host}", repr(host_text))
         protected = self.is_protected(scope)
         if self.open_reads and not protected:
             return ""
@@ -183,7 +183,7 @@ class _Headers:
 
     def all(self, name: bytes) -> list[str]:
         """Return all values of a header, whose name is in lower case."""
-        return [value.decode("latin-1") for known, value in self._headers if known.lower() == name]
+        return [value.decode("latin-1") for key, value in self._headers if key.lower() == name]
 
     def is_browser(self) -> bool:
         """Return whether the client calls itself a browser."""
@@ -250,21 +250,23 @@ class RequestGuard:
                 MutableHeaders(scope=message).update(self._rules.headers)
             await send(message)
 
-        refusal = self._foreign(scope) or (self._rules.authorize and self._rules.authorize(scope))
+        refusal = self._find_refusal(scope) or (
+            self._rules.authorize and self._rules.authorize(scope)
+        )
         app = self._app if refusal is None else refusal_response(refusal, self._rules.form)
         await app(scope, receive, send_with_headers if self._rules.headers else send)
 
     async def _serve_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._rules.websockets:
             await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
-        elif refusal := self._foreign(scope):
+        elif refusal := self._find_refusal(scope):
             await receive()
             body = {"code": refusal.code, "message": refusal.detail}
             await refuse_handshake(scope, send, refusal.status, body)
         else:
             await self._app(scope, receive, send)
 
-    def _foreign(self, scope: Scope) -> Refusal | None:
+    def _find_refusal(self, scope: Scope) -> Refusal | None:
         rules = self._rules
         problem = rules.local_remedy if not is_local_server(scope) else ""
         if not problem and rules.pages is not None:

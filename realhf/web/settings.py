@@ -65,11 +65,11 @@ class Settings:
             choices = each.metadata["choices"]
             if limits and value is not None and not limits[0] <= value <= limits[1]:
                 raise SettingError(
-                    f"{self.named(each.name)} is {value}; allowed: {_range_text(*limits)}"
+                    f"{self.setting_label(each.name)} is {value}; allowed: {_range_text(*limits)}"
                 )
             if choices and value not in choices and value != each.default:
                 raise SettingError(
-                    f"{self.named(each.name)} is {value!r}; allowed: {', '.join(choices)}"
+                    f"{self.setting_label(each.name)} is {value!r}; allowed: {', '.join(choices)}"
                 )
 
     @classmethod
@@ -85,7 +85,7 @@ class Settings:
         return cls.UNPREFIXED.get(name) or cls.PREFIX + cls.flag(name)[2:].replace("-", "_").upper()
 
     @classmethod
-    def named(cls, name: str) -> str:
+    def setting_label(cls, name: str) -> str:
         """Return how messages name a setting: by its variable, if it has one, and its flag."""
         variable = cls.variable(name)
         return f"{variable} ({cls.flag(name)})" if variable else cls.flag(name)
@@ -183,15 +183,15 @@ def _convert(kind: type[Settings], each: Field[Any], text: str) -> str | int | f
     type_name = _type_name(each)
     if type_name == "bool":
         if text.lower() not in (*TRUE_WORDS, *FALSE_WORDS):
-            raise SettingError(f"{kind.named(each.name)} is {text!r}; give 1 or 0")
+            raise SettingError(f"{kind.setting_label(each.name)} is {text!r}; give 1 or 0")
         return text.lower() in TRUE_WORDS
     try:
         value = _TYPES[type_name](text)
     except ValueError:
         value = math.nan
     if value != value:
-        wanted = "a whole number" if type_name == "int" else "a number"
-        raise SettingError(f"{kind.named(each.name)} is {text!r}; give {wanted}")
+        expected = "a whole number" if type_name == "int" else "a number"
+        raise SettingError(f"{kind.setting_label(each.name)} is {text!r}; give {expected}")
     return value
 
 
@@ -201,8 +201,8 @@ def _type_name(each: Field[Any]) -> str:
     return str(each.type).removesuffix(" | None")
 
 
-def _range_text(least: float, most: float) -> str:
-    return f"at least {least}" if most == math.inf else f"{least} to {most}"
+def _range_text(minimum: float, maximum: float) -> str:
+    return f"at least {minimum}" if maximum == math.inf else f"{minimum} to {maximum}"
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class ServerSettings(Settings):
         super().__post_init__()
         if not is_loopback_host(self.host) and not self.asks_for_token:
             raise SettingError(
-                f"{self.named('host')} is {self.host!r}, not a loopback address; it needs "
+                f"{self.setting_label('host')} is {self.host!r}, not a loopback address; it needs "
                 f"{self.token_names}"
             )
         if problem := certificate_problem(self.tls_cert, self.tls_key, self.tls_names):
@@ -241,12 +241,12 @@ class ServerSettings(Settings):
     @property
     def token_names(self) -> str:
         """How messages name the settings that would let the server listen beyond the loopback."""
-        return self.named("token")
+        return self.setting_label("token")
 
     @property
     def tls_names(self) -> tuple[str, str]:
         """How messages name the settings of certificate and private key."""
-        return self.named("tls_cert"), self.named("tls_key")
+        return self.setting_label("tls_cert"), self.setting_label("tls_key")
 
     @property
     def allowed_names(self) -> frozenset[str]:

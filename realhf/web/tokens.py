@@ -34,9 +34,9 @@ class TokenTable(Generic[Grant]):
         """Whether there is any token."""
         return bool(self._grants)
 
-    def grants_of(self, sent: bytes) -> list[Grant]:
-        """Return what the token ``sent`` grants; [] for an unknown one."""
-        return [grant for token, grant in self._grants if hmac.compare_digest(token, sent)]
+    def find_grants(self, offered: bytes) -> list[Grant]:
+        """Return what the token ``offered`` grants; [] for an unknown one."""
+        return [grant for token, grant in self._grants if hmac.compare_digest(token, offered)]
 
 
 def _encodings(token: str) -> set[bytes]:

@@ -20,7 +20,7 @@ import uvicorn
 import realhf
 from realhf.base.tls import believing, in_memory, with_certificate, without_certificate
 from realhf.web import connections
-from realhf.web.certificates import certificate_problem, in_the_clear
+from realhf.web.certificates import certificate_problem, plaintext_warning
 from realhf.web.connections import guarded_http
 from tests.certificates import self_signed
 
@@ -57,8 +57,12 @@ def test_a_file_of_authorities_that_holds_none_is_named(tmp_path):
 
 
 def test_only_a_server_that_others_reach_is_warned_of():
-    assert in_the_clear("127.0.0.1", "", FLAGS) == in_the_clear("0.0.0.0", "cert", FLAGS) == ""
-    warning = in_the_clear("0.0.0.0", "", FLAGS)
+    assert (
+        plaintext_warning("127.0.0.1", "", FLAGS)
+        == plaintext_warning("0.0.0.0", "cert", FLAGS)
+        == ""
+    )
+    warning = plaintext_warning("0.0.0.0", "", FLAGS)
     assert "0.0.0.0 without TLS" in warning and "--tls-cert" in warning and "\n" not in warning
 
 
@@ -292,7 +296,7 @@ def test_strangers_take_no_more_connections_than_there_may_be(kind: str):
     ended. The oldest of them goes; a session on a web socket, and a request at work, stay."""
     from websockets.sync.client import connect
 
-    with served(kind, most=MOST) as address, contextlib.ExitStack() as stack:
+    with served(kind, max_connections=MOST) as address, contextlib.ExitStack() as stack:
         url = f"{address[0]}:{address[1]}"
         session = stack.enter_context(connect(f"ws://{url}/", open_timeout=WAIT_S))
         slow = stack.enter_context(connected(address, HALF.replace(b"/ ", b"/slow ") + b"\r\n"))
@@ -320,7 +324,7 @@ def test_answers_that_nobody_reads_keep_nobody_out(kind: str):
             time.sleep(0.005)
         return size
 
-    with served(kind, most=MOST, head_s=0.8) as address, contextlib.ExitStack() as stack:
+    with served(kind, max_connections=MOST, head_s=0.8) as address, contextlib.ExitStack() as stack:
         reader = stack.enter_context(socket.socket())
         # else it holds more than is read in a while
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 17)

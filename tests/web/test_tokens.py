@@ -26,11 +26,11 @@ def test_the_token_of_a_request(values: list[bytes], token: bytes) -> None:
 
 def test_a_token_grants_what_it_stands_for_and_an_empty_one_nothing() -> None:
     table = TokenTable([("one", 1), ("", 2), ("both", 3), ("both", 4), ("schlüssel", 5)])
-    assert table.grants_of(b"one") == [1] and table.grants_of(b"both") == [3, 4]
-    assert table.grants_of(b"") == table.grants_of(b"on") == table.grants_of(b"one ") == []
+    assert table.find_grants(b"one") == [1] and table.find_grants(b"both") == [3, 4]
+    assert table.find_grants(b"") == table.find_grants(b"on") == table.find_grants(b"one ") == []
     assert (
-        table.grants_of("schlüssel".encode())
-        == table.grants_of("schlüssel".encode("latin-1"))
+        table.find_grants("schlüssel".encode())
+        == table.find_grants("schlüssel".encode("latin-1"))
         == [5]
     )
     assert table and not TokenTable([("", 1)])
@@ -50,12 +50,12 @@ def test_a_character_that_an_encoding_lacks_is_not_replaced_by_another(
 ) -> None:
     """Question marks in their place would be a token that anybody can guess."""
     table = TokenTable([(token, 1)])
-    assert table.grants_of(sent) == []
-    assert table.grants_of(encode_token(token)) == [1]
+    assert table.find_grants(sent) == []
+    assert table.find_grants(encode_token(token)) == [1]
 
 
 def test_a_variable_that_is_not_utf_8_is_compared_by_its_bytes() -> None:
-    assert TokenTable([("geheim\udcff", 1)]).grants_of(b"geheim\xff") == [1]
+    assert TokenTable([("geheim\udcff", 1)]).find_grants(b"geheim\xff") == [1]
 
 
 def test_what_is_wrong_with_a_file_of_tokens_is_named(tmp_path) -> None:

@@ -28,7 +28,7 @@ def token_check(config: ServerConfig) -> Callable[[Scope], Refusal | None]:
     tokens = TokenTable([(config.token, True)])
 
     def check(scope: Scope) -> Refusal | None:
-        if not tokens or tokens.grants_of(bearer_token(scope["headers"])):
+        if not tokens or tokens.find_grants(bearer_token(scope["headers"])):
             return None
         return Refusal(
             401, "a bearer token is needed", {"WWW-Authenticate": "Bearer"}, code="UNAUTHORIZED"
@@ -48,7 +48,8 @@ def guard_rules(config: ServerConfig, own_guard: str) -> GuardRules:
     is_open = not is_loopback_host(config.host)
     names = config.allowed_names | {config.host.strip("[]").lower()}
     hosts = ServedHosts(
-        f"this host is not served here; {config.named('allowed_hosts')} names further ones that "
+        f"this host is not served here; {config.setting_label('allowed_hosts')} names further "
+        f"ones that "
         f"clients may use",
         names=names | {socket.gethostname().lower()} if is_open else names,
         addresses=is_open,
@@ -69,6 +70,6 @@ def guard_rules(config: ServerConfig, own_guard: str) -> GuardRules:
         local_remedy=""
         if config.token
         else f"without a token this server is for its own machine only: set "
-        f"{config.named('token')}",
+        f"{config.setting_label('token')}",
         websockets=True,
     )

@@ -67,7 +67,7 @@ class ServerConfig(ServerSettings):
         try:
             self.injected.describe()
         except ValueError as error:
-            raise SettingError(f"{self.named('fault_kinds')}: {error}") from None
+            raise SettingError(f"{self.setting_label('fault_kinds')}: {error}") from None
 
     @property
     def asks_for_token(self) -> bool:

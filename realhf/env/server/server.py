@@ -38,7 +38,7 @@ from realhf.env.server.config import ServerConfig
 from realhf.env.server.interfaces import Player, Reply, ServedEnvironment
 from realhf.env.server.session import KILLED_WAIT_S, SessionEndpoint, kill_until_done
 from realhf.web.bodies import BodyReader, BodyRules
-from realhf.web.certificates import in_the_clear, server_files
+from realhf.web.certificates import plaintext_warning, server_files
 from realhf.web.connections import guarded_http
 from realhf.web.guard import RequestGuard, refusal_response
 from realhf.web.refusal import Refusal
@@ -340,7 +340,7 @@ class EnvServer:
         stateless = StatelessPlayer(leases, served.make_player, self._threads)
         app = build_app(served, leases, self._endpoint, stateless, config, self._metrics)
         self._page = served.mount(app)
-        if warning := in_the_clear(config.host, config.tls_cert, config.tls_names):
+        if warning := plaintext_warning(config.host, config.tls_cert, config.tls_names):
             _LOG.warning(warning)
         self._listener = listener
         self._address = listener.getsockname()[:2]

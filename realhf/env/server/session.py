@@ -73,7 +73,7 @@ class SocketSession:
         self._served = served
         self._threads = threads
         self._metrics = metrics
-        self._describe_setting = config.named
+        self._describe_setting = config.setting_label
         self._idle_timeout = config.idle_timeout_s or None
         self._first_timeout = config.first_message_timeout_s or self._idle_timeout
         self._has_spoken = False

@@ -175,7 +175,7 @@ def _authorize(scope: Scope, roles: TokenTable[Role] | None) -> Refusal | None:
     Without tokens (None) a request has all roles."""
     granted = Role.ANY
     if roles is not None:
-        granted = reduce(or_, roles.grants_of(bearer_token(scope["headers"])), Role.NOBODY)
+        granted = reduce(or_, roles.find_grants(bearer_token(scope["headers"])), Role.NOBODY)
     scope[ROLES] = granted
     path = route_path(scope)
     needed = needed_roles(scope["method"], path)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import realhf
 from realhf.base.event_loops import NEW_EVENT_LOOP
 from realhf.trajectory.http.config import TrajectoryConfig
-from realhf.web.certificates import in_the_clear, server_files
+from realhf.web.certificates import plaintext_warning, server_files
 from realhf.web.connections import guarded_http
 from realhf.web.settings import SettingError
 
@@ -72,7 +72,7 @@ def uvicorn_config(config: TrajectoryConfig, app: Any) -> uvicorn.Config:
     TLS."""
     import uvicorn
 
-    if warning := in_the_clear(config.host, config.tls_cert, config.tls_names):
+    if warning := plaintext_warning(config.host, config.tls_cert, config.tls_names):
         _LOG.warning(warning)
     return uvicorn.Config(
         app,

@@ -75,15 +75,17 @@ class TrajectoryConfig(StateOptions, ServerSettings):
             object.__setattr__(self, "store", f"sqlite:{_state_home() / 'realhf' / 'trajectory'}")
         if self.max_bodies_bytes and self.max_bodies_bytes < 2 * self.max_body_bytes:
             raise SettingError(
-                f"{self.named('max_bodies_bytes')} is {self.max_bodies_bytes}; give at least twice "
-                f"{self.named('max_body_bytes')} ({self.max_body_bytes}): one body may be held "
+                f"{self.setting_label('max_bodies_bytes')} is {self.max_bodies_bytes}; give at "
+                f"least twice "
+                f"{self.setting_label('max_body_bytes')} ({self.max_body_bytes}): one body may be "
+                f"held "
                 f"compressed and plain"
             )
         for name in SECRETS:
             self.secret(name)
         if self.durable and not self.store.startswith("sqlite:"):
             raise SettingError(
-                f"{self.named('durable')} needs --store sqlite:DIR; it is {self.store!r}"
+                f"{self.setting_label('durable')} needs --store sqlite:DIR; it is {self.store!r}"
             )
 
     @property

@@ -293,7 +293,7 @@ class Metrics(Collector):
             "environments": len(state.envs),
             "quarantine_bytes": state.quarantine_bytes,
             "resident_bytes": self._process.memory_info().rss,
-            "body_bytes": self._bodies.held,
+            "body_bytes": self._bodies.used_bytes,
         }
         for name, value in gauges.items():
             yield GaugeMetricFamily(f"trajectory_{name}", name.replace("_", " "), value=value)
@@ -302,7 +302,9 @@ class Metrics(Collector):
                 f"trajectory_{name}", name.replace("_", " "), value=counters[name]
             )
         yield CounterMetricFamily(
-            "trajectory_bodies_refused", "bodies beyond the budget", value=self._bodies.refused
+            "trajectory_bodies_refused",
+            "bodies beyond the budget",
+            value=self._bodies.refused_count,
         )
         nulls = {
             name.removeprefix("null:"): value
