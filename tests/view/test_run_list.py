@@ -94,7 +94,7 @@ def test_the_page_says_how_many_runs_are_not_listed_and_how_to_narrow(
     with served(*made[:2], follow=False) as url:
         chromium.open(url + "/?few")
         shows(chromium, "overview")
-        assert text(chromium, "#choose-said") == "Runs"
+        assert text(chromium, "#choose-label") == "Runs"
         assert chromium.js("document.getElementById('left-off').hidden")
         chromium.look(1280, 800)
         leave(chromium)

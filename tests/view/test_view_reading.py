@@ -234,7 +234,7 @@ def test_runs_that_differ_only_in_their_seeds_are_a_mean_and_a_band(
         assert "6 2 to 12" in told and "40 20 to 60" in told, (
             "at step 2, the last one that all have"
         )
-        said = text(page, "#seeds-said")
+        said = text(page, "#seeds-note")
         assert "mean" in said and "from the lowest to the highest" in said
         colours = (
             "[...document.querySelectorAll('#compared .dot')].map((one) => "
@@ -246,7 +246,7 @@ def test_runs_that_differ_only_in_their_seeds_are_a_mean_and_a_band(
         page.wait(f"{CURVES} === 6")
         assert page.js(BANDS) == 0
         assert "seeds=0" in page.js("location.hash") and page.js(
-            "document.getElementById('seeds-said').hidden"
+            "document.getElementById('seeds-note').hidden"
         )
         page.open(url + "/?other#/overview?runs=0,3")
         shows(page, "overview")

@@ -1,4 +1,4 @@
-// What an experienced eye would say about the run, with the rollouts that show it.
+// The advisories about a run, with links to the rollouts that show the problem.
 
 import { h, renew } from "./dom.js";
 import { askJson } from "./store.js";
@@ -14,35 +14,35 @@ class Advisories {
   constructor(place, context) {
     this.context = context;
     this.keys = [["j k", "next, previous advisory"], ["Enter", "to the rollouts that show it"]];
-    this.said = h("p", { class: "readout", role: "status" });
+    this.status = h("p", { class: "readout", role: "status" });
     this.list = h("ol", { class: "advisory-list", id: "advisories" });
-    place.append(this.said, this.list);
+    place.append(this.status, this.list);
     this.at = -1;
   }
 
   async load() {
     const { run } = this.context;
-    if (run.isGone) return (this.said.textContent = "The folder is gone.");
-    const found = await askJson(`/api/runs/${run.number}/advisories`);
-    if (JSON.stringify(found) === JSON.stringify(this.found)) return;
-    this.found = found;
-    this.said.textContent = this.found.length ? `${this.found.length} to look at in ${run.name}` : `Nothing seems wrong with ${run.name}.`;
+    if (run.isGone) return (this.status.textContent = "The folder is gone.");
+    const advisories = await askJson(`/api/runs/${run.number}/advisories`);
+    if (JSON.stringify(advisories) === JSON.stringify(this.advisories)) return;
+    this.advisories = advisories;
+    this.status.textContent = this.advisories.length ? `${this.advisories.length} to look at in ${run.name}` : `Nothing seems wrong with ${run.name}.`;
     const active = document.activeElement;
-    const held = this.list.contains(active) ? active.closest(".advisory").dataset.id : null;
+    const focusedId = this.list.contains(active) ? active.closest(".advisory").dataset.id : null;
     const inLink = active.matches("a");
-    renew(this.list, h("ol", { class: "advisory-list", id: "advisories" }, this.found.map((one) => this.item(one))));
-    if (held !== null) this.focusOn(held, inLink);
+    renew(this.list, h("ol", { class: "advisory-list", id: "advisories" }, this.advisories.map((one) => this.item(one))));
+    if (focusedId !== null) this.focusOn(focusedId, inLink);
   }
 
   async update(parts) {
     if (parts.has("metrics") || parts.has("evaluations")) await this.load();
   }
 
-  /** Give the focus to an advisory that may stand elsewhere in the list now; where it is gone, to the last one. */
+  /** Give the focus to an advisory, which may have moved in the list; to the last one if it is gone. */
   focusOn(id, inLink) {
     const items = [...this.list.children];
-    const own = items.findIndex((one) => one.dataset.id === id);
-    const item = items.at(own);
+    const index = items.findIndex((one) => one.dataset.id === id);
+    const item = items.at(index);
     if (!item) return;
     this.at = items.indexOf(item);
     const target = (inLink && item.querySelector("a")) || item;
@@ -55,22 +55,22 @@ class Advisories {
       "li",
       { class: `advisory ${one.severity}`, "data-id": one.id, tabindex: "0" },
       h("p", {}, h("b", { class: "severity" }, one.severity), h("span", { class: "muted" }, ` since step ${one.since}`)),
-      h("p", { class: "said" }, one.text),
+      h("p", { class: "text" }, one.text),
       h("p", { class: "muted" }, one.advice),
       link ? h("a", { href: link }, "Rollouts that show it") : null,
     );
   }
 
   link(filter) {
-    const known = Object.entries(filter ?? {}).filter(([name]) => FILTERS.includes(name) || name === "sort" || name === "order");
-    if (!known.length) return null;
-    return `#/rollouts?${new URLSearchParams({ runs: this.context.runs.map((run) => run.number).join(","), ...Object.fromEntries(known) })}`;
+    const supported = Object.entries(filter ?? {}).filter(([name]) => FILTERS.includes(name) || name === "sort" || name === "order");
+    if (!supported.length) return null;
+    return `#/rollouts?${new URLSearchParams({ runs: this.context.runs.map((run) => run.number).join(","), ...Object.fromEntries(supported) })}`;
   }
 
   key(event) {
-    const by = { j: 1, k: -1, ArrowDown: 1, ArrowUp: -1 }[event.key];
-    if (by) {
-      this.at = Math.max(0, Math.min(this.list.children.length - 1, this.at + by));
+    const offset = { j: 1, k: -1, ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (offset) {
+      this.at = Math.max(0, Math.min(this.list.children.length - 1, this.at + offset));
       this.list.children[this.at]?.focus();
     } else if (event.key === "Enter" && event.target.matches?.(".advisory")) {
       const link = event.target.querySelector("a");

@@ -1,4 +1,4 @@
-// The frame: which page is shown, of which runs, keys, theme, and the request that waits for changes.
+// The frame of all pages: navigation, choice of runs, keys, theme, and the request that waits for changes.
 
 import { $, h, skipLink, tell } from "./dom.js";
 import { Store } from "./store.js";
@@ -21,22 +21,23 @@ const PAGES = [
   { name: "tasks", title: "Tasks", module: tasks },
 ];
 const RETRY_MS = 2000;
-const MOST_COMPARED = 8;
+const MAX_COMPARED = 8;
 const store = new Store();
 const links = PAGES.map((one, at) => h("a", {}, one.title, h("kbd", { "aria-hidden": "true" }, String(at + 1))));
-let shown = null;
-const missed = new Set(); // parts that changed while a page was being made
-let turn = 0;
-let waiting = new AbortController();
-let silent = false; // the server does not answer, and the page says so
+let view = null; // the page that is shown
+const missedParts = new Set(); // parts that changed while a page was loading
+let showCount = 0; // number of calls of showPage
+let waiting = new AbortController(); // aborts the request that waits for changes
+let isServerSilent = false; // the server does not answer, and the notice says so
 
+/** Page, parameters and numbers of the runs in the address. */
 function address() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
   const params = new URLSearchParams(query);
   const page = PAGES.find((one) => one.name === path) ?? PAGES[0];
   const numbers = (params.get("runs") ?? "").split(",").filter(Boolean).map(Number);
-  const known = [...new Set(numbers)].filter((one) => store.runs[one]).slice(0, MOST_COMPARED);
-  return { page, params, runs: known.length ? known : store.runs.length ? [store.first ?? 0] : [] };
+  const existing = [...new Set(numbers)].filter((one) => store.runs[one]).slice(0, MAX_COMPARED);
+  return { page, params, runs: existing.length ? existing : store.runs.length ? [store.first ?? 0] : [] };
 }
 
 /** Go to a page; `params` become part of the address, so that Back and a copied link lead to the same view. */
@@ -48,8 +49,7 @@ function go(name, params = {}, replace = false) {
   else location.hash = hash;
 }
 
-/** Draw what stands around the page. It is drawn again whenever a run changes, so nothing is made anew that may have the
- * focus. */
+/** Draw the frame. It is drawn again whenever a run changes, so elements that may have the focus are changed in place. */
 function drawFrame() {
   const { page, runs } = address();
   const run = store.runs[runs[0]];
@@ -66,83 +66,83 @@ function drawFrame() {
   });
 }
 
-/** Say how many runs are not listed, if there are any. */
+/** Show how many runs are not listed, if any. */
 function drawLeftOff() {
   const { count, one } = store.leftOff;
   const listed = store.runs.length.toLocaleString("en");
-  tell($("choose-said"), count ? `${listed} of ${(store.runs.length + count).toLocaleString("en")} runs` : "Runs");
+  tell($("choose-label"), count ? `${listed} of ${(store.runs.length + count).toLocaleString("en")} runs` : "Runs");
   $("left-off").hidden = !count;
   tell($("left-off"), count ? `The ${listed} that were written to last are listed. ${count.toLocaleString("en")} more are not, such as ${one}: name runs, or a folder with fewer of them, on the command line of python -m realhf.view.` : "");
 }
 
 function notice(text) {
-  silent = false;
+  isServerSilent = false;
   tell($("notice"), text);
   $("notice").hidden = !text;
 }
 
-function noAnswer(text) {
+function reportSilence(text) {
   notice(text);
-  silent = true;
+  isServerSilent = true;
 }
 
 async function showPage() {
-  const mine = ++turn;
+  const request = ++showCount;
   const { page, params, runs } = address();
-  shown?.close?.();
-  shown = null;
-  missed.clear();
-  if (!silent) notice(""); // what was said of the page before
+  view?.close?.();
+  view = null;
+  missedParts.clear();
+  if (!isServerSilent) notice(""); // about the page before
   drawFrame();
   const place = h("div", { class: `page ${page.name}` });
   $("page").replaceChildren(place);
   document.documentElement.dataset.page = "";
   if (!runs.length) return place.append(h("p", {}, "There are no runs here."));
-  const unseen = runs.filter((one) => !Object.keys(store.runs[one].stamps).length);
-  if (unseen.length) await learn(runs);
-  if (mine !== turn) return;
+  const unloaded = runs.filter((one) => !Object.keys(store.runs[one].stamps).length);
+  if (unloaded.length) await loadStates(runs);
+  if (request !== showCount) return;
   const context = { store, params, runs: runs.map((one) => store.runs[one]), run: store.runs[runs[0]], go, notice };
   try {
-    const made = await page.module.show(place, context);
-    if (mine !== turn) return made?.close?.();
-    shown = made;
-    if (missed.size) Promise.resolve(shown?.update?.(new Set(missed))).catch(() => {}); // the next request says it
+    const loaded = await page.module.show(place, context);
+    if (request !== showCount) return loaded?.close?.();
+    view = loaded;
+    if (missedParts.size) Promise.resolve(view?.update?.(new Set(missedParts))).catch(() => {}); // the next request reports the error
     document.documentElement.dataset.page = page.name;
-    // What had the focus went with the page before: Tab goes on from the new page, and not from the top.
+    // The element with the focus was removed with the page before; Tab continues from the new page, not from the top.
     if (document.documentElement.dataset.ready && document.activeElement === document.body) $("page").focus({ preventScroll: true });
   } catch (error) {
-    if (mine === turn) place.append(h("p", { class: "problem" }, `This cannot be shown: ${error.message}`));
+    if (request === showCount) place.append(h("p", { class: "problem" }, `This cannot be shown: ${error.message}`));
   }
 }
 
-/** Learn the present state of runs that were not looked at before, and wait for theirs from now on. */
-async function learn(runs) {
-  store.seen = "";
-  await store.changes(runs).catch((error) => noAnswer(`The server does not answer: ${error.message}`));
+/** Load the states of runs that were not shown before, and restart the wait for changes with these runs. */
+async function loadStates(runs) {
+  store.knownState = "";
+  await store.changes(runs).catch((error) => reportSilence(`The server does not answer: ${error.message}`));
   waiting.abort();
 }
 
-/** Wait until somebody looks at the page. A browser has six connections to a server for all its pages, and each one that
- * waits for changes holds one. */
-async function seen() {
+/** Wait until the page is visible. A browser has six connections to a server for all its pages, and each page that waits
+ * for changes uses one. */
+async function pageVisible() {
   while (document.hidden) await new Promise((done) => document.addEventListener("visibilitychange", done, { once: true }));
 }
 
 async function followChanges() {
   while (store.follow) {
-    await seen();
+    await pageVisible();
     const { runs } = address();
     waiting = new AbortController();
     try {
       const changed = await store.changes(runs, waiting.signal);
-      if (silent) notice("");
+      if (isServerSilent) notice("");
       drawFrame();
       const parts = new Set([...changed.entries()].filter(([one]) => !store.runs[one].isGone).flatMap(([, set]) => [...set]));
-      if (!shown) for (const part of parts) missed.add(part);
-      else if (parts.size) await shown.update?.(parts);
+      if (!view) for (const part of parts) missedParts.add(part);
+      else if (parts.size) await view.update?.(parts);
     } catch (error) {
       if (error.name === "AbortError") continue;
-      noAnswer(`The server does not answer (${error.message}). What was loaded stays; trying again.`);
+      reportSilence(`The server does not answer (${error.message}). What was loaded stays; trying again.`);
       await new Promise((done) => setTimeout(done, RETRY_MS));
     }
   }
@@ -161,7 +161,7 @@ function onKey(event) {
   const page = PAGES[Number(event.key) - 1];
   if (/^[1-9]$/.test(event.key) && page) go(page.name);
   else if (KEYS[event.key]) KEYS[event.key]();
-  else if (!shown?.key?.(event)) return;
+  else if (!view?.key?.(event)) return;
   event.preventDefault();
 }
 
@@ -172,7 +172,7 @@ function openKeys() {
     ["d", "theme"],
     ["Tab, Enter", "from one control to the next; open"],
     ["Esc", "out of a field"],
-    ...(shown?.keys ?? []),
+    ...(view?.keys ?? []),
   ];
   $("keys-list").replaceChildren(...rows.map(([key, does]) => h("div", {}, h("dt", {}, h("kbd", {}, key)), h("dd", {}, does))));
   $("keys").showModal();
@@ -201,15 +201,15 @@ async function openRuns() {
   $("runs").showModal();
 }
 
-/** Show the runs whose boxes are checked, those that are shown already before the others. What the address says of the
- * first one stays, if it stays the first. */
+/** Show the checked runs, those that are already shown first. The parameters of the address are kept if the first run
+ * stays the same. */
 function chooseRuns() {
   const checked = [...$("runs-list").querySelectorAll("input:checked")].map((one) => Number(one.value));
   if ($("runs").returnValue !== "show" || !checked.length) return;
   const { page, params, runs } = address();
-  const shownFirst = [...runs.filter((one) => checked.includes(one)), ...checked.filter((one) => !runs.includes(one))];
-  const boxes = shownFirst.slice(0, MOST_COMPARED);
-  go(page.name, { ...(boxes[0] === runs[0] ? Object.fromEntries(params) : {}), runs: boxes.join(",") });
+  const ordered = [...runs.filter((one) => checked.includes(one)), ...checked.filter((one) => !runs.includes(one))];
+  const chosen = ordered.slice(0, MAX_COMPARED);
+  go(page.name, { ...(chosen[0] === runs[0] ? Object.fromEntries(params) : {}), runs: chosen.join(",") });
 }
 
 async function main() {
@@ -221,8 +221,8 @@ async function main() {
   $("choose").addEventListener("click", openRuns);
   $("runs").addEventListener("close", chooseRuns);
   $("runs-search").addEventListener("input", (event) => {
-    const wanted = event.target.value.toLowerCase();
-    for (const line of $("runs-list").children) line.hidden = !line.dataset.name.includes(wanted);
+    const needle = event.target.value.toLowerCase();
+    for (const line of $("runs-list").children) line.hidden = !line.dataset.name.includes(needle);
   });
   document.addEventListener("keydown", onKey);
   window.addEventListener("hashchange", showPage);
@@ -230,7 +230,7 @@ async function main() {
     await store.refresh();
     await showPage();
   } catch (error) {
-    noAnswer(`The server does not answer: ${error.message}`);
+    reportSilence(`The server does not answer: ${error.message}`);
     return;
   }
   document.documentElement.dataset.ready = "yes";

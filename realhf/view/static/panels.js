@@ -1,14 +1,15 @@
-// Which metrics the overview shows, in which charts. Names as in docs/metrics.md.
+// The charts of the overview, and the metrics that they show. Names as in docs/metrics.md.
 
-import { meanOf, meanOfPoints } from "./seeds.js";
+import { meanLine, meanPoints } from "./seeds.js";
 
 /**
- * Each panel: title, unit, about; `names` in the order of their weight (a comparison of runs shows the first that there
- * is), or `start` and `end`: all metrics that begin, and end, so; with `ends` alone all that end so. `share`: in percent. `held`: the figure of held-out evaluations that belongs to it.
+ * Each panel: title, unit, about; `names`, the most important first (a comparison of runs shows the first one that
+ * exists), or `start` and `end`: all metrics with this prefix and suffix; `ends` alone: all metrics with this suffix.
+ * `share`: in percent. `heldOut`: the number of held-out evaluations that is drawn as points.
  */
 export const PANELS = [
-  { title: "Reward", names: ["reward/mean", "reward/std"], held: "reward", about: "mean over the rollouts of a step" },
-  { title: "Success", start: "success/", first: "success/overall", held: "success", share: true, from0: true, about: "share of rollouts that reached the goal; points: held-out tasks with 95 % intervals" },
+  { title: "Reward", names: ["reward/mean", "reward/std"], heldOut: "reward", about: "mean over the rollouts of a step" },
+  { title: "Success", start: "success/", first: "success/overall", heldOut: "success", share: true, from0: true, about: "share of rollouts that reached the goal; points: held-out tasks with 95 % intervals" },
   { title: "Loss", names: ["policy/loss"], ends: "/loss", about: "mean over the updates of a step" },
   { title: "Where the time goes", unit: "s", times: true, about: "calls of a step, those that play by environment and generation; what overlaps adds up to more than the step" },
   { title: "Length", unit: "tokens", names: ["length/mean", "length/max"], from0: true },
@@ -33,24 +34,24 @@ export const PANELS = [
 const TIME = /^time\/(?!step$|fetch\/|queue\/|part\/|episode\/)[^/]+$/;
 
 /** Names of the metrics of a panel that a run has. */
-export function namesOf(panel, columns) {
+export function metricNames(panel, columns) {
   if (panel.times) return Object.keys(columns).filter((name) => TIME.test(name)).flatMap((name) => partsOf(name, columns));
-  const named = (panel.names ?? []).filter((name) => name in columns);
-  if (panel.ends) return [...new Set([...named, ...Object.keys(columns).filter((name) => name.endsWith(panel.ends)).sort()])];
-  return panel.start ? [...named, ...Object.keys(columns).filter((name) => name.startsWith(panel.start) && name.endsWith(panel.end ?? "")).sort()] : named;
+  const listed = (panel.names ?? []).filter((name) => name in columns);
+  if (panel.ends) return [...new Set([...listed, ...Object.keys(columns).filter((name) => name.endsWith(panel.ends)).sort()])];
+  return panel.start ? [...listed, ...Object.keys(columns).filter((name) => name.startsWith(panel.start) && name.endsWith(panel.end ?? "")).sort()] : listed;
 }
 
-/** A call that plays episodes, by what it does meanwhile: the policy's time and the environment's are no one figure. */
+/** The time of a call that plays episodes, split into the environment's and the generation's part. */
 function partsOf(name, columns) {
   const parts = ["environment", "generation"].map((part) => `time/part/${name.split("/")[1]}/${part}`).filter((part) => part in columns);
   return parts.length ? parts : [name];
 }
 
-/** What curves may be drawn over: name, its word at the axis, the metric that adds up to it, and how much of that is one. */
+/** Quantities of the x axis: name, label, the metric whose sum it is, and the amount of the metric in one unit. */
 export const ALONG = [["step", "step"], ["hours", "hours", "time/step", 3600], ["tokens", "trained tokens", "batch/tokens", 1]];
 
-/** Places of the steps of a run along an axis, and that of a single step. */
-function placesOf(run, along) {
+/** Positions of the steps of a run on the x axis, and a function for the position of a single step. */
+function axisPositions(run, along) {
   const { steps, columns } = run.metrics;
   const [, , name, unit] = ALONG.find(([one]) => one === along) ?? ALONG[0];
   if (!name || !columns[name]) return { x: steps, of: (step) => step };
@@ -59,67 +60,67 @@ function placesOf(run, along) {
   return { x, of: (step) => x[steps.findLastIndex((one) => one <= step)] ?? 0 };
 }
 
-/** What a chart of one run draws, over `along`. */
-export function panelOfRun(panel, run, smooth, along) {
+/** The series and points of a chart of one run, over `along`. */
+export function runPanel(panel, run, smooth, along) {
   const { columns } = run.metrics;
-  const { x } = placesOf(run, along);
-  const series = namesOf(panel, columns).map((name, kind) => ({ label: short(name, panel), x, y: columns[name], kind }));
-  const points = placed(run, panel.held ? held(panel, run, series) : [], along);
+  const { x } = axisPositions(run, along);
+  const series = metricNames(panel, columns).map((name, kind) => ({ label: shortName(name, panel), x, y: columns[name], kind }));
+  const points = positioned(run, panel.heldOut ? heldOutPoints(panel, run, series) : [], along);
   if (!series.length && !points.length) return null;
   if (panel.times) return { ...panel, series, points, stacked: true };
   return { ...panel, series: series.flatMap((line) => smooth(line)), points };
 }
 
-/** What a chart of several runs draws, groups of them on the same axes: of each run the panel's first metric, of several
- * in a group their mean. */
-export function panelOfRuns(panel, groups, smooth, along) {
+/** The series and points of a chart that compares groups of runs: the panel's first metric of each run, or the mean of a
+ * group with several runs. */
+export function comparisonPanel(panel, groups, smooth, along) {
   const series = [];
   const points = [];
   for (const { label, kind, runs } of groups) {
-    const lines = runs.map((run) => lineOf(panel, run, along)).filter((line) => line.y).map(smooth);
+    const lines = runs.map((run) => comparisonLine(panel, run, along)).filter((line) => line.y).map(smooth);
     if (lines.length === 1) series.push(...lines[0].map((line) => ({ ...line, label, kind })));
-    else if (lines.length) series.push(...lines[0].map((line, which) => ({ faint: line.faint, label, kind, ...meanOf(lines.map((own) => own[which])) })));
-    const tested = panel.held ? runs.map((run) => placed(run, evaluated(run, panel.held, "overall"), along)).filter((own) => own.length) : [];
-    points.push(...(tested.length > 1 ? meanOfPoints(tested) : tested.flat()).map((one) => ({ ...one, label, kind })));
+    else if (lines.length) series.push(...lines[0].map((line, which) => ({ faint: line.faint, label, kind, ...meanLine(lines.map((line) => line[which])) })));
+    const evaluations = panel.heldOut ? runs.map((run) => positioned(run, evaluationPoints(run, panel.heldOut, "overall"), along)).filter((series) => series.length) : [];
+    points.push(...(evaluations.length > 1 ? meanPoints(evaluations) : evaluations.flat()).map((one) => ({ ...one, label, kind })));
   }
   return series.length || points.length ? { ...panel, title: panel.times ? "Time of a step" : panel.title, series, points } : null;
 }
 
-/** The line of a run in a comparison; without `y` where it has no such metric. */
-function lineOf(panel, run, along) {
+/** The line of a run in a comparison; without `y` if the run lacks the metric. */
+function comparisonLine(panel, run, along) {
   const { columns, steps } = run.metrics;
-  const named = panel.times ? "time/step" : panel.first ?? panel.names?.[0];
-  return { steps, x: placesOf(run, along).x, y: columns[named ?? namesOf(panel, columns)[0]] };
+  const name = panel.times ? "time/step" : panel.first ?? panel.names?.[0];
+  return { steps, x: axisPositions(run, along).x, y: columns[name ?? metricNames(panel, columns)[0]] };
 }
 
-const placed = (run, points, along) => points.map((one) => ({ ...one, step: one.x, x: placesOf(run, along).of(one.x) }));
+const positioned = (run, points, along) => points.map((one) => ({ ...one, step: one.x, x: axisPositions(run, along).of(one.x) }));
 
-function held(panel, run, series) {
+function heldOutPoints(panel, run, series) {
   const groups = [...new Set(run.evaluations.map((one) => one.group))];
   // Groups that are evaluated and never trained on have colours of their own.
-  const labels = panel.held === "success" ? [...new Set([...series.map((line) => line.label), ...groups])] : ["overall"];
+  const labels = panel.heldOut === "success" ? [...new Set([...series.map((line) => line.label), ...groups])] : ["overall"];
   return groups.flatMap((group) => {
     if (!labels.includes(group)) return [];
-    return evaluated(run, panel.held, group).map((one) => ({ ...one, label: group, kind: labels.indexOf(group) }));
+    return evaluationPoints(run, panel.heldOut, group).map((one) => ({ ...one, label: group, kind: labels.indexOf(group) }));
   });
 }
 
-/** The way of sampling whose evaluations stand for the run: one is never mixed with the other. */
-export const wayOf = (run) => (run.evaluations.some((one) => one.way === "sampled") ? "sampled" : run.evaluations[0]?.way ?? "sampled");
+/** The sampling method whose evaluations are shown for a run; the methods are never mixed. */
+export const samplingMethod = (run) => (run.evaluations.some((one) => one.way === "sampled") ? "sampled" : run.evaluations[0]?.way ?? "sampled");
 
-function evaluated(run, figure, group) {
-  const way = wayOf(run);
+function evaluationPoints(run, name, group) {
+  const method = samplingMethod(run);
   return run.evaluations
-    .filter((one) => one.group === group && one.way === way && typeof one[figure] === "number")
+    .filter((one) => one.group === group && one.way === method && typeof one[name] === "number")
     .map((one) => ({
       x: one.step,
-      y: one[figure],
-      low: figure === "success" ? one.low : null,
-      high: figure === "success" ? one.high : null,
+      y: one[name],
+      low: name === "success" ? one.low : null,
+      high: name === "success" ? one.high : null,
     }));
 }
 
-function short(name, panel) {
+function shortName(name, panel) {
   if (panel.ends) return name.slice(0, -panel.ends.length);
   if (name.startsWith("time/part/")) return name.split("/")[3];
   return name.slice(0, name.length - (panel.end ?? "").length).split("/").slice(1).join("/") || name;

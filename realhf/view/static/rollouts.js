@@ -1,8 +1,8 @@
-// The table of all rollouts that were kept: filters, order, full-text search, and rows drawn only where they are seen.
+// The table of all recorded rollouts: filters, order, full-text search. Only visible rows are drawn.
 
 import { h, number, renew, tell } from "./dom.js";
-import { Later, reach } from "./store.js";
-import { FILTERS, NONE, OUTCOMES, tableOf } from "./table.js";
+import { DelayedTask, fetchPath } from "./store.js";
+import { FILTERS, NONE, OUTCOMES, loadTable } from "./table.js";
 
 const ROW = 30;
 const SPARE_ROWS = 6;
@@ -22,9 +22,9 @@ export async function show(place, context) {
 }
 
 /** The rollouts that the list page showed last, for the pages that walk through them. */
-export const walked = { run: -1, ids: [] };
+export const lastList = { run: -1, ids: [] };
 
-/** The outcome of a rollout in a word; a failure is never a zero. */
+/** The outcome of a rollout in a word; a failure is not a reward of zero. */
 export function outcome(table, at) {
   const failure = table.text("failure", at);
   if (failure) return `failure: ${failure}`;
@@ -41,10 +41,10 @@ class Rollouts {
     this.sort = COLUMNS.some(([name]) => name === context.params.get("sort")) ? context.params.get("sort") : "step";
     this.descending = context.params.get("order") !== "up";
     this.text = context.params.get("text") ?? "";
-    this.found = null;
-    this.filled = {};
+    this.matches = null;
+    this.filledChoices = {};
     this.at = 0;
-    this.later = new Later(() => this.again());
+    this.later = new DelayedTask(() => this.reload());
     this.keys = [
       ["↑ ↓ PgUp PgDn", "row"], ["Home End", "first, last"], ["Enter", "open the rollout"], ["f", "failures alone"], ["z", "zero rewards without failures"],
       ["/", "search the texts"], ["x", "without filters"], ["o", "order by the next column"], ["u", "the other way round"],
@@ -60,13 +60,13 @@ class Rollouts {
     this.groups = choice("group", []);
     this.failures = choice("failure", []);
     this.search = h("input", { type: "search", id: "search", value: this.text, placeholder: "Search the conversations, Enter", "aria-label": "Search the conversations", autocomplete: "off" });
-    this.search.addEventListener("keydown", (event) => event.key === "Enter" && this.lookFor(this.search.value));
-    this.search.addEventListener("search", () => this.search.value || this.lookFor(""));
+    this.search.addEventListener("keydown", (event) => event.key === "Enter" && this.searchTexts(this.search.value));
+    this.search.addEventListener("search", () => this.search.value || this.searchTexts(""));
     const bounds = FIELDS.map(([name, label]) => h("label", { class: "bound" }, h("span", {}, label), field(name, { type: "number", step: "any" })));
     const task = field("task", { type: "search", placeholder: "Task", "aria-label": "Task" });
     this.more = h("details", { class: "more" }, h("summary", {}, "Bounds"), h("div", { class: "bounds" }, bounds));
     this.more.open = FIELDS.some(([name]) => this.filters[name]);
-    this.said = h("p", { class: "readout", role: "status", id: "count" });
+    this.countLine = h("p", { class: "readout", role: "status", id: "count" });
     this.problems = h("p", { class: "problem" });
     this.head = h("div", { class: "head-row", role: "group", "aria-label": "Order" });
     this.heads = COLUMNS.map(([name]) => h("button", { type: "button", class: `cell ${name}`, onclick: () => this.orderBy(name) }));
@@ -78,7 +78,7 @@ class Rollouts {
     this.resized = new ResizeObserver(() => this.drawRows());
     this.resized.observe(this.body);
     const tools = h("div", { class: "filters" }, this.search, this.outcomes, this.failures, this.splits, this.groups, task, h("button", { type: "button", onclick: () => this.clear() }, "No filters"));
-    place.append(tools, this.more, this.said, this.problems, h("div", { class: "grid-frame" }, this.head, this.body));
+    place.append(tools, this.more, this.countLine, this.problems, h("div", { class: "grid-frame" }, this.head, this.body));
   }
 
   close() {
@@ -89,45 +89,45 @@ class Rollouts {
 
   async load() {
     const began = performance.now();
-    this.table = await tableOf(this.context.run);
+    this.table = await loadTable(this.context.run);
     this.fillChoices();
     this.problems.textContent = this.table.problems.join(" ");
     this.apply();
-    if (this.text) this.lookFor(this.text);
+    if (this.text) this.searchTexts(this.text);
     document.documentElement.dataset.tableMs = (performance.now() - began).toFixed(1);
     this.body.focus({ preventScroll: true });
   }
 
-  /** New rollouts; a large table is not asked for all the time. */
+  /** Schedule a reload after new rollouts; a table that takes long is loaded less often. */
   async update(parts) {
     if (!parts.has("rollouts")) return;
     const spent = Number(document.documentElement.dataset.tableMs ?? 0);
-    this.later.ask(Math.min(10_000, 5 * spent));
+    this.later.schedule(Math.min(10_000, 5 * spent));
   }
 
-  async again() {
+  async reload() {
     delete this.context.run.parts.table;
-    const table = await tableOf(this.context.run);
-    if (this.later.over) return;
-    this.applyInPlace(() => {
+    const table = await loadTable(this.context.run);
+    if (this.later.closed) return;
+    this.applyKeepingPlace(() => {
       this.table = table;
       this.fillChoices();
       tell(this.problems, this.table.problems.join(" "));
     });
   }
 
-  /** Make the list anew after a change. Who has gone down it keeps the row and its place on the screen; at the top, what is
-   * new comes in. */
-  applyInPlace(change = () => {}) {
+  /** Rebuild the list after a change. If the reader has scrolled down, the row and its position on the screen stay; at the
+   * top, new rows appear. */
+  applyKeepingPlace(change = () => {}) {
     const { scrollTop } = this.body;
     const [first, last] = [Math.floor(scrollTop / ROW), Math.floor((scrollTop + this.body.clientHeight) / ROW)];
-    const held = this.at >= first && this.at < last ? this.at : first;
+    const anchor = this.at >= first && this.at < last ? this.at : first;
     const idAt = (place) => (this.order.length ? this.table.id(this.order[Math.min(place, this.order.length - 1)]) : "");
-    const [chosen, kept] = this.at || scrollTop ? [idAt(this.at), idAt(held)] : ["", ""];
+    const [chosenId, anchorId] = this.at || scrollTop ? [idAt(this.at), idAt(anchor)] : ["", ""];
     change();
-    this.apply(chosen);
-    const now = kept ? this.order.indexOf(this.table.find(kept)) : -1;
-    if (now >= 0) this.body.scrollTop = scrollTop + (now - held) * ROW;
+    this.apply(chosenId);
+    const now = anchorId ? this.order.indexOf(this.table.find(anchorId)) : -1;
+    if (now >= 0) this.body.scrollTop = scrollTop + (now - anchor) * ROW;
     this.drawRows();
   }
 
@@ -135,9 +135,9 @@ class Rollouts {
     const fill = (place, name, first) => {
       const texts = [...this.table.tables[name]].filter(Boolean).sort();
       const options = [...first, ...texts.map((text) => [text, text])];
-      const said = JSON.stringify(options);
-      if (this.filled[name] === said) return; // somebody may be choosing
-      this.filled[name] = said;
+      const optionsText = JSON.stringify(options);
+      if (this.filledChoices[name] === optionsText) return; // unchanged: a person may be choosing
+      this.filledChoices[name] = optionsText;
       place.replaceChildren(...options.map(([value, text]) => h("option", { value, selected: value === this.filters[name] }, text)));
     };
     fill(this.splits, "split", [["", "training and evaluations"], ...(this.table.tables.split.some((one) => one.startsWith("eval/")) ? [["eval", "all evaluations"]] : [])]);
@@ -153,15 +153,15 @@ class Rollouts {
   clear() {
     for (const name of FILTERS) this.filters[name] = "";
     for (const one of document.querySelectorAll(".filters select, .filters input, .bounds input")) one.value = "";
-    this.lookFor("");
+    this.searchTexts("");
     this.apply();
   }
 
   apply(keep = "") {
     const began = performance.now();
-    const passed = this.table.filter(this.filters, this.found);
+    const passing = this.table.filter(this.filters, this.matches);
     const name = COLUMNS.find(([column]) => column === this.sort)?.[2] ?? this.sort;
-    this.order = this.table.sorted(passed, name, this.descending);
+    this.order = this.table.sort(passing, name, this.descending);
     this.at = keep ? Math.max(0, this.order.indexOf(this.table.find(keep))) : 0;
     this.drawHead();
     this.rows.style.height = `${this.order.length * ROW}px`;
@@ -170,12 +170,12 @@ class Rollouts {
     const spent = performance.now() - began;
     document.documentElement.dataset.filterMs = spent.toFixed(1);
     this.drawCount(spent);
-    const given = Object.entries(this.filters).filter(([, value]) => value !== "");
-    this.context.go("rollouts", { ...Object.fromEntries(given), ...(this.text ? { text: this.text } : {}), sort: this.sort, order: this.descending ? "down" : "up" }, true);
+    const active = Object.entries(this.filters).filter(([, value]) => value !== "");
+    this.context.go("rollouts", { ...Object.fromEntries(active), ...(this.text ? { text: this.text } : {}), sort: this.sort, order: this.descending ? "down" : "up" }, true);
     this.body.setAttribute("aria-rowcount", this.order.length);
-    walked.run = this.context.run.number;
-    walked.table = this.table;
-    walked.order = this.order;
+    lastList.run = this.context.run.number;
+    lastList.table = this.table;
+    lastList.order = this.order;
   }
 
   drawCount(spent) {
@@ -190,8 +190,8 @@ class Rollouts {
       else if (columns.reward[at] === 0) zero++;
     }
     const part = (text) => h("span", { class: "entry" }, text);
-    const only = ["template", "sample", "env"].filter((name) => this.filters[name]).map((name) => part(`${name} ${this.filters[name]}`)); // these have no field
-    renew(this.said, h("p", { class: "readout", role: "status", id: "count" },
+    const only = ["template", "sample", "env"].filter((name) => this.filters[name]).map((name) => part(`${name} ${this.filters[name]}`)); // filters without a field
+    renew(this.countLine, h("p", { class: "readout", role: "status", id: "count" },
       h("b", {}, `${shown.toLocaleString("en")} of ${count.toLocaleString("en")} rollouts`), ...only,
       this.order.length > shown ? part(`${(this.order.length - shown).toLocaleString("en")} further conversations of them`) : "",
       part(`${good.toLocaleString("en")} succeeded`), part(`${zero.toLocaleString("en")} played with reward 0`), part(`${failed.toLocaleString("en")} failed`),
@@ -201,9 +201,9 @@ class Rollouts {
 
   drawHead() {
     COLUMNS.forEach(([name, label], at) => {
-      const own = name === this.sort;
-      this.heads[at].textContent = own ? `${label} ${this.descending ? "↓" : "↑"}` : label;
-      this.heads[at].setAttribute("aria-label", `order by ${label}${own ? `, ${this.descending ? "descending" : "ascending"} now` : ""}`);
+      const isCurrent = name === this.sort;
+      this.heads[at].textContent = isCurrent ? `${label} ${this.descending ? "↓" : "↑"}` : label;
+      this.heads[at].setAttribute("aria-label", `order by ${label}${isCurrent ? `, ${this.descending ? "descending" : "ascending"} now` : ""}`);
     });
   }
 
@@ -217,10 +217,10 @@ class Rollouts {
     if (!this.order) return;
     const first = Math.max(0, Math.floor(this.body.scrollTop / ROW) - SPARE_ROWS);
     const last = Math.min(this.order.length, first + Math.ceil(this.body.clientHeight / ROW) + 2 * SPARE_ROWS);
-    const made = h("div", { class: "rows" });
-    made.style.height = this.rows.style.height;
-    for (let place = first; place < last; place++) made.append(this.row(place));
-    renew(this.rows, made); // in place: a button may be held down on a row
+    const rows = h("div", { class: "rows" });
+    rows.style.height = this.rows.style.height;
+    for (let place = first; place < last; place++) rows.append(this.row(place));
+    renew(this.rows, rows); // in place, because a mouse button may be pressed on a row
     const active = this.rows.querySelector("[aria-selected=true]");
     this.body.setAttribute("aria-activedescendant", active ? active.id : "");
   }
@@ -228,14 +228,14 @@ class Rollouts {
   row(place) {
     const at = this.order[place];
     const { columns } = this.table;
-    const ended = outcome(this.table, at);
+    const outcomeText = outcome(this.table, at);
     const value = (name, none = "–") => (Number.isNaN(columns[name][at]) || columns[name][at] === NONE ? none : number(columns[name][at]));
     const texts = {
-      step: String(columns.step[at]), split: this.table.text("split", at), task: this.table.text("task", at), group: this.table.text("group", at), outcome: ended,
+      step: String(columns.step[at]), split: this.table.text("split", at), task: this.table.text("task", at), group: this.table.text("group", at), outcome: outcomeText,
       reward: value("reward"), advantage: Number.isNaN(columns.advantage[at]) ? "–" : number(columns.advantage[at]), length: String(columns.length[at]), turns: String(columns.turns[at]),
       version: value("version"), staleness: value("staleness"), mismatch: value("mismatch"),
     };
-    const line = h("div", { class: `row ${outcomeClass(ended)}`, role: "row", id: `row-${place}`, "aria-rowindex": place + 1, "aria-label": `step ${texts.step}, ${texts.split}, ${texts.task}: ${ended}, reward ${texts.reward}, ${texts.length} tokens`, "aria-selected": place === this.at ? "true" : "false" },
+    const line = h("div", { class: `row ${outcomeClass(outcomeText)}`, role: "row", id: `row-${place}`, "aria-rowindex": place + 1, "aria-label": `step ${texts.step}, ${texts.split}, ${texts.task}: ${outcomeText}, reward ${texts.reward}, ${texts.length} tokens`, "aria-selected": place === this.at ? "true" : "false" },
       COLUMNS.map(([name]) => h("span", { class: `cell ${name}`, role: "gridcell", title: name === "task" ? texts.task : null }, texts[name])));
     line.style.top = `${place * ROW}px`;
     return line;
@@ -261,13 +261,13 @@ class Rollouts {
   key(event) {
     if (!this.order) return false;
     const screen = Math.max(1, Math.floor(this.body.clientHeight / ROW) - 1);
-    const does = {
+    const action = {
       ArrowDown: () => this.move(this.at + 1), ArrowUp: () => this.move(this.at - 1), j: () => this.move(this.at + 1), k: () => this.move(this.at - 1),
       PageDown: () => this.move(this.at + screen), PageUp: () => this.move(this.at - screen), Home: () => this.move(0), End: () => this.move(this.order.length - 1),
       f: () => this.toggle("failed"), z: () => this.toggle("zero"), x: () => this.clear(), "/": () => this.search.focus(),
       o: () => this.orderBy(COLUMNS[(COLUMNS.findIndex(([name]) => name === this.sort) + 1) % COLUMNS.length][0]), u: () => this.orderBy(this.sort),
     }[event.key];
-    if (does) does();
+    if (action) action();
     else if (event.key === "Enter" && !event.target.closest("button, a, summary")) this.open();
     else return false;
     return true;
@@ -283,46 +283,46 @@ class Rollouts {
     this.searching = null;
   }
 
-  /** Ask the server which rollouts hold a text; finds are shown as they come. */
-  async lookFor(text) {
+  /** Ask the server which rollouts contain a text; results are shown as they arrive. */
+  async searchTexts(text) {
     this.stopSearch();
     this.text = text;
-    this.found = text ? new Set() : null;
+    this.matches = text ? new Set() : null;
     this.searched = text ? "searching…" : "";
     this.search.value = text;
     this.apply();
     if (!text) return;
-    const mine = (this.searching = new AbortController());
+    const request = (this.searching = new AbortController());
     try {
-      const reply = await reach(`/api/runs/${this.context.run.number}/search?${new URLSearchParams({ text })}`, mine.signal);
+      const reply = await fetchPath(`/api/runs/${this.context.run.number}/search?${new URLSearchParams({ text })}`, request.signal);
       if (!reply.ok) throw new Error(reply.statusText);
-      await this.take(reply.body.pipeThrough(new TextDecoderStream()).getReader());
+      await this.readResults(reply.body.pipeThrough(new TextDecoderStream()).getReader());
     } catch (error) {
-      if (mine.signal.aborted) return;
+      if (request.signal.aborted) return;
       this.searched = `the search ended: ${error.message}`;
     }
-    this.applyInPlace();
+    this.applyKeepingPlace();
     const { activeElement } = document;
     const waits = activeElement === document.body || (activeElement === this.search && this.search.value === text);
-    if (waits) this.body.focus({ preventScroll: true }); // who went elsewhere meanwhile stays there
+    if (waits) this.body.focus({ preventScroll: true }); // the focus stays if the reader has moved it
   }
 
-  async take(reader) {
-    let rest = "";
-    let drawn = performance.now();
+  async readResults(reader) {
+    let remainder = "";
+    let drawnAt = performance.now();
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
-      const lines = (rest + value).split("\n");
-      rest = lines.pop();
+      const lines = (remainder + value).split("\n");
+      remainder = lines.pop();
       for (const line of lines) {
         const one = JSON.parse(line);
-        if (one.ids) for (const id of one.ids) this.found.add(id);
-        else this.searched = `${this.found.size.toLocaleString("en")} hold the text; ${one.done ? "all" : `the time was over after ${one.searched.toLocaleString("en")}`} of ${one.of.toLocaleString("en")} looked through`;
+        if (one.ids) for (const id of one.ids) this.matches.add(id);
+        else this.searched = `${this.matches.size.toLocaleString("en")} hold the text; ${one.done ? "all" : `the time was over after ${one.searched.toLocaleString("en")}`} of ${one.of.toLocaleString("en")} looked through`;
       }
-      if (performance.now() - drawn > 500) {
-        this.applyInPlace();
-        drawn = performance.now();
+      if (performance.now() - drawnAt > 500) {
+        this.applyKeepingPlace();
+        drawnAt = performance.now();
       }
     }
   }

@@ -1,46 +1,47 @@
-// What the page knows of the runs, and how it learns more of them.
+// The runs that the page shows, and the requests that load and refresh them.
 
 export class Gone extends Error {}
 
 let server = null;
 
-const kept = document.getElementById("answers"); // a report has what a server would answer: {path: answer}
+const embedded = document.getElementById("answers"); // a report contains the server's answers: {path: answer}
 let answers = null;
 
-const bytesOf = (base64) => Uint8Array.from(atob(base64), (one) => one.charCodeAt(0));
-const unpacked = () => new Response(new Blob([bytesOf(kept.textContent)]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+const decodeBase64 = (base64) => Uint8Array.from(atob(base64), (char) => char.charCodeAt(0));
+const unpackAnswers = () => new Response(new Blob([decodeBase64(embedded.textContent)]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
 
-/** What a report has in place of a server's answer; 404 for what was not kept. */
-async function keptAnswer(path) {
+/** Response from the answers that a report contains; 404 for an answer that it lacks. */
+async function embeddedAnswer(path) {
   const [name, query] = path.split("?");
   const params = new URLSearchParams(query);
-  const known = await (answers ??= unpacked());
-  if (name.endsWith("/search")) return new Response(searched(known[name.replace(/search$/, "rollout")], params.get("text").toLowerCase()));
-  const found = params.has("id") ? known[name]?.[params.get("id")] : known[name];
-  if (found === undefined) return new Response(JSON.stringify({ detail: "a report holds a part of the rollouts; python -m realhf.view RUN shows all" }), { status: 404 });
-  return new Response(typeof found === "string" ? bytesOf(found) : JSON.stringify(found));
+  const byPath = await (answers ??= unpackAnswers());
+  if (name.endsWith("/search")) return new Response(searchAnswer(byPath[name.replace(/search$/, "rollout")], params.get("text").toLowerCase()));
+  const answer = params.has("id") ? byPath[name]?.[params.get("id")] : byPath[name];
+  if (answer === undefined) return new Response(JSON.stringify({ detail: "a report holds a part of the rollouts; python -m realhf.view RUN shows all" }), { status: 404 });
+  return new Response(typeof answer === "string" ? decodeBase64(answer) : JSON.stringify(answer));
 }
 
-function searched(details, wanted) {
-  const ids = Object.keys(details).filter((id) => JSON.stringify(details[id].play).toLowerCase().includes(wanted));
+/** The search answer of a report, as the lines of JSON that a server streams. */
+function searchAnswer(details, needle) {
+  const ids = Object.keys(details).filter((id) => JSON.stringify(details[id].play).toLowerCase().includes(needle));
   const count = Object.keys(details).length;
   return `${JSON.stringify({ ids })}\n${JSON.stringify({ done: true, searched: count, of: count })}\n`;
 }
 
-/** Fetch from the server that this page is of. Another one on its port has other runs under the same numbers: the page
- * begins anew then, and mixes nothing. */
-export async function reach(path, signal) {
-  if (kept) return keptAnswer(path);
+/** Fetch a path from the server that served this page. If another server, with other runs under the same numbers, now
+ * uses the port, the page is reloaded. */
+export async function fetchPath(path, signal) {
+  if (embedded) return embeddedAnswer(path);
   const reply = await fetch(path, { signal });
-  const told = reply.headers.get("X-Realhf-Server");
-  server ??= told;
-  if (told === server || told === null) return reply; // a server that is about to end answers without its name
+  const name = reply.headers.get("X-Realhf-Server");
+  server ??= name;
+  if (name === server || name === null) return reply; // a server that is shutting down answers without its name
   location.reload();
   throw new Error("another server has taken its place");
 }
 
 async function ask(path, signal) {
-  const reply = await reach(path, signal);
+  const reply = await fetchPath(path, signal);
   if (reply.ok) return reply;
   const detail = (await reply.json().catch(() => ({}))).detail ?? reply.statusText;
   throw reply.status === 410 ? new Gone(detail) : new Error(detail);
@@ -48,42 +49,42 @@ async function ask(path, signal) {
 
 export const askJson = async (path, signal) => (await ask(path, signal)).json();
 
-/** Does something a while after it was asked to: once for all that ask meanwhile, and never twice at a time. A server
- * that has ended is told of elsewhere, so what fails is left to the next time. */
-export class Later {
-  constructor(does) {
-    this.does = does;
-    this.over = false;
+/** A task that runs some time after it was scheduled: once for all calls of `schedule` until then, and never twice at a
+ * time. Its errors are dropped: the page reports a server that does not answer elsewhere, and the next run tries again. */
+export class DelayedTask {
+  constructor(task) {
+    this.task = task;
+    this.closed = false;
   }
 
-  ask(ms) {
-    if (this.busy) this.missed = ms;
-    else if (!this.over) this.waits ??= setTimeout(() => this.run(), ms);
+  schedule(ms) {
+    if (this.busy) this.pendingMs = ms;
+    else if (!this.closed) this.timer ??= setTimeout(() => this.run(), ms);
   }
 
   async run() {
     this.busy = true;
     try {
-      await this.does();
+      await this.task();
     } catch {
       // see above
     }
     this.busy = false;
-    this.waits = null;
-    const { missed } = this;
-    this.missed = null;
-    if (missed !== null && missed !== undefined) this.ask(missed);
+    this.timer = null;
+    const { pendingMs } = this;
+    this.pendingMs = null;
+    if (pendingMs !== null && pendingMs !== undefined) this.schedule(pendingMs);
   }
 
   close() {
-    this.over = true;
-    clearTimeout(this.waits);
+    this.closed = true;
+    clearTimeout(this.timer);
   }
 }
 
 const ARRAYS = { f64: Float64Array, f32: Float32Array, i32: Int32Array, u32: Uint32Array, u16: Uint16Array, u8: Uint8Array };
 
-/** Header and typed arrays of a packed answer; the arrays look into its memory and copy nothing. */
+/** Header and typed arrays of a packed answer; the arrays are views of its memory. */
 export async function askPacked(path) {
   const buffer = await (await ask(path)).arrayBuffer();
   const length = new DataView(buffer).getUint32(0, true);
@@ -95,7 +96,7 @@ export async function askPacked(path) {
   return { header, arrays };
 }
 
-/** One run: the parts that were asked for, kept and added to. */
+/** One run, with the parts that were loaded so far. */
 export class RunData {
   constructor(about) {
     Object.assign(this, about);
@@ -109,26 +110,26 @@ export class RunData {
     return this.state === "gone";
   }
 
-  /** Ask for metrics and evaluations that were added. */
+  /** Load the metrics and evaluations that were added. */
   async refreshMetrics() {
-    const known = this.metrics;
+    const before = this.metrics;
     const path = `/api/runs/${this.number}`;
-    const more = await askJson(`${path}/metrics?epoch=${known.epoch}&start=${known.steps.length}`);
+    const more = await askJson(`${path}/metrics?epoch=${before.epoch}&start=${before.steps.length}`);
     if (more.start === 0) {
       this.metrics = more;
     } else {
-      const before = known.steps.length;
-      known.steps.push(...more.steps);
-      for (const name of Object.keys(more.columns)) known.columns[name] ??= new Array(before).fill(null);
-      for (const [name, values] of Object.entries(known.columns)) {
+      const count = before.steps.length;
+      before.steps.push(...more.steps);
+      for (const name of Object.keys(more.columns)) before.columns[name] ??= new Array(count).fill(null);
+      for (const [name, values] of Object.entries(before.columns)) {
         values.push(...(more.columns[name] ?? new Array(more.steps.length).fill(null)));
       }
-      known.unreadable = more.unreadable;
+      before.unreadable = more.unreadable;
     }
     this.evaluations = await askJson(`${path}/evaluations`);
   }
 
-  /** Configuration and origin, asked for once. */
+  /** Configuration and origin; loaded once. */
   async about() {
     this.parts.about ??= await askJson(`/api/runs/${this.number}/about`);
     return this.parts.about;
@@ -141,28 +142,28 @@ export class Store {
     this.leftOff = { count: 0, one: "" };
     this.first = null; // the run that is opened where the address names none
     this.follow = false;
-    this.seen = "";
+    this.knownState = "";
   }
 
-  /** Learn which runs there are. */
+  /** Load the list of runs. */
   async refresh() {
-    const found = await askJson("/api/runs");
-    this.follow = found.follow;
-    this.first ??= found.runs.length ? (found.first ?? 0) : null; // another run may be newer later: the page stays
-    this.leftOff = { count: found.left_off, one: found.one_left_off };
-    for (const about of found.runs) {
+    const list = await askJson("/api/runs");
+    this.follow = list.follow;
+    this.first ??= list.runs.length ? (list.first ?? 0) : null; // stays, also if another run becomes the newest one
+    this.leftOff = { count: list.left_off, one: list.one_left_off };
+    for (const about of list.runs) {
       if (this.runs[about.number]) Object.assign(this.runs[about.number], about);
       else this.runs[about.number] = new RunData(about);
     }
   }
 
-  /** Wait for a change of these runs; returns for each number of a run the set of its parts that changed. */
+  /** Wait for a change of these runs; return the set of changed parts by the number of a run. */
   async changes(numbers, signal) {
-    const query = new URLSearchParams(numbers.map((one) => ["run", one]));
-    query.set("seen", this.seen);
-    const found = await askJson(`/api/changes?${query}`, signal);
+    const query = new URLSearchParams(numbers.map((number) => ["run", number]));
+    query.set("seen", this.knownState);
+    const answer = await askJson(`/api/changes?${query}`, signal);
     const changed = new Map();
-    for (const [text, stamps] of Object.entries(found.runs)) {
+    for (const [text, stamps] of Object.entries(answer.runs)) {
       const run = this.runs[Number(text)];
       const parts = Object.keys(stamps).filter((part) => stamps[part] !== run.stamps[part]);
       changed.set(run.number, new Set(parts));
@@ -172,9 +173,9 @@ export class Store {
         delete run.parts.table;
         delete run.parts.details;
       }
-      Object.assign(run, found.states[text]);
+      Object.assign(run, answer.states[text]);
     }
-    this.seen = found.seen;
+    this.knownState = answer.seen;
     return changed;
   }
 }

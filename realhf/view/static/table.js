@@ -1,4 +1,4 @@
-// All rollouts of a run as typed arrays: filters, order, and what a row says.
+// All rollouts of a run as typed arrays, with filters and order.
 
 import { askPacked } from "./store.js";
 
@@ -18,14 +18,14 @@ export const OUTCOMES = [
 ];
 export const FILTERS = ["outcome", "split", "task", ...EXACT, ...BOUNDS.map(([name]) => name)];
 
-/** The table of a run; asked for once and again after changes. */
-export async function tableOf(run) {
+/** The table of a run; loaded once, and again after changes. */
+export async function loadTable(run) {
   for (let tries = 0; tries < 3 && !run.parts.table; tries++) {
     const { rollouts } = run.stamps;
     const { header, arrays } = await askPacked(`/api/runs/${run.number}/rollouts`);
-    const made = new Table(header, arrays);
-    if (tries < 2 && run.stamps.rollouts !== rollouts) continue; // it has grown meanwhile
-    run.parts.table = made;
+    const table = new Table(header, arrays);
+    if (tries < 2 && run.stamps.rollouts !== rollouts) continue; // rollouts were added during the request
+    run.parts.table = table;
   }
   return run.parts.table;
 }
@@ -62,16 +62,16 @@ export class Table {
   /** Numbers of the rollouts that pass all filters (name to text); `ids`: only these, too. */
   filter(filters, ids = null) {
     const tests = this.tests(filters);
-    const kept = new Uint32Array(this.count);
+    const passing = new Uint32Array(this.count);
     let size = 0;
-    rows: for (let at = 0; at < this.count; at++) {
-      for (const test of tests) if (!test(at)) continue rows;
-      kept[size++] = at;
+    next: for (let at = 0; at < this.count; at++) {
+      for (const test of tests) if (!test(at)) continue next;
+      passing[size++] = at;
     }
-    const found = kept.slice(0, size);
-    if (!ids) return found;
-    const wanted = new Set([...ids].map((id) => this.find(id)));
-    return found.filter((at) => wanted.has(at));
+    const rows = passing.slice(0, size);
+    if (!ids) return rows;
+    const allowed = new Set([...ids].map((id) => this.find(id)));
+    return rows.filter((at) => allowed.has(at));
   }
 
   tests(filters) {
@@ -87,8 +87,8 @@ export class Table {
     }
     if (filters.split) codes("split", (text) => text === filters.split || text.startsWith(`${filters.split}/`));
     if (filters.task) {
-      const wanted = filters.task.toLowerCase();
-      codes("task", (text) => text.toLowerCase().includes(wanted));
+      const needle = filters.task.toLowerCase();
+      codes("task", (text) => text.toLowerCase().includes(needle));
     }
     for (const [name, column, low] of BOUNDS) {
       if (filters[name] === undefined || filters[name] === "") continue;
@@ -110,19 +110,19 @@ export class Table {
     return tests;
   }
 
-  /** The same rollouts in the order of a column; what has no value comes last. */
-  sorted(rows, name, descending) {
-    const whole = this.orderBy(name, descending);
-    if (rows.length === this.count) return whole;
-    const passed = new Uint8Array(this.count);
-    for (const at of rows) passed[at] = 1;
-    const found = new Uint32Array(rows.length);
+  /** The same rollouts in the order of a column; those without a value come last. */
+  sort(rows, name, descending) {
+    const order = this.orderBy(name, descending);
+    if (rows.length === this.count) return order;
+    const isIncluded = new Uint8Array(this.count);
+    for (const at of rows) isIncluded[at] = 1;
+    const sorted = new Uint32Array(rows.length);
     let size = 0;
-    for (const at of whole) if (passed[at]) found[size++] = at;
-    return found;
+    for (const at of order) if (isIncluded[at]) sorted[size++] = at;
+    return sorted;
   }
 
-  /** All rollouts in the order of a column, made once; a filter then only walks through it. */
+  /** All rollouts in the order of a column; computed once per column and direction. */
   orderBy(name, descending) {
     this.orders ??= new Map();
     const key = `${name} ${descending}`;

@@ -1,15 +1,15 @@
-// Every task over time: which are hard, which were learned, which were forgotten. A task is a template of the
-// curriculum; what was drawn from it are its instances, shown on a click.
+// The success of every task over time: hard, learned and forgotten tasks. A task is a template of the curriculum; its
+// instances are shown on a click.
 
 import { h, percent, renew, s } from "./dom.js";
-import { Later } from "./store.js";
-import { tableOf } from "./table.js";
+import { DelayedTask } from "./store.js";
+import { loadTable } from "./table.js";
 
 const BINS = 16;
 const RECENT = 0.25;
 const LEARNED = 0.5;
 const FORGOTTEN = 0.25;
-const FEWEST = 3;
+const MIN_EPISODES = 3;
 const ORDERS = [
   ["hardest", "hardest first"], ["learned", "newly solved first"], ["forgotten", "forgotten first"], ["name", "by name"], ["most", "most played first"],
 ];
@@ -26,29 +26,29 @@ export async function show(place, context) {
 class Tasks {
   constructor(place, context) {
     this.context = context;
-    this.later = new Later(() => this.again());
+    this.later = new DelayedTask(() => this.reload());
     this.keys = [["o", "another order"], ["/", "find a task"], ["e", "evaluations or training"], ["Tab, Enter", "to a task's rollouts, or its instances"]];
     this.order = h("select", { id: "order", "aria-label": "Order", onchange: () => this.draw() }, ORDERS.map(([value, text]) => h("option", { value, selected: value === context.params.get("order") }, text)));
     this.part = h("select", { id: "part", "aria-label": "Which rollouts", onchange: () => this.count() }, h("option", { value: "train" }, "training"), h("option", { value: "eval" }, "evaluations"));
     this.search = h("input", { type: "search", id: "task-search", placeholder: "Find a task", "aria-label": "Find a task", autocomplete: "off", oninput: () => this.draw() });
     this.open = new Set();
-    this.said = h("p", { class: "readout", role: "status" });
+    this.status = h("p", { class: "readout", role: "status" });
     this.rows = h("tbody");
     const heads = ["task", "instances", "group", "success over time", "first", "lately", "change", "played", "failed", ""];
-    const made = h("div", { class: "scroll" }, h("table", { id: "tasks" }, h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))), this.rows));
-    place.append(h("div", { class: "bar tasks-bar" }, this.search, this.order, this.part), this.said, made);
+    const scroller = h("div", { class: "scroll" }, h("table", { id: "tasks" }, h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))), this.rows));
+    place.append(h("div", { class: "bar tasks-bar" }, this.search, this.order, this.part), this.status, scroller);
   }
 
   async load() {
-    this.table = await tableOf(this.context.run);
+    this.table = await loadTable(this.context.run);
     this.count();
   }
 
   async update(parts) {
-    if (parts.has("rollouts")) this.later.ask(WAIT_MS);
+    if (parts.has("rollouts")) this.later.schedule(WAIT_MS);
   }
 
-  async again() {
+  async reload() {
     delete this.context.run.parts.table;
     await this.load();
   }
@@ -57,20 +57,20 @@ class Tasks {
     this.later.close();
   }
 
-  /** Counts of every task, over equal parts of the steps; failures count apart. */
+  /** Count the successes of every task in equal parts of the steps; failures are counted separately. */
   count() {
     const { columns, tables, count } = this.table;
-    const wanted = Uint8Array.from(tables.split, (text) => (text.startsWith("eval") === (this.part.value === "eval") ? 1 : 0));
+    const isWantedSplit = Uint8Array.from(tables.split, (text) => (text.startsWith("eval") === (this.part.value === "eval") ? 1 : 0));
     let low = Infinity, high = -Infinity;
     for (let at = 0; at < count; at++) {
-      if (!wanted[columns.split[at]]) continue;
+      if (!isWantedSplit[columns.split[at]]) continue;
       low = Math.min(low, columns.step[at]);
       high = Math.max(high, columns.step[at]);
     }
     const wide = Math.max(1, high - low + 1);
     const tasks = tables.template.map((name) => ({ name, group: "", played: 0, failed: 0, instances: new Map(), good: new Uint32Array(BINS), all: new Uint32Array(BINS) }));
     for (let at = 0; at < count; at++) {
-      if (!wanted[columns.split[at]] || columns.branch[at]) continue; // a further conversation is no further rollout
+      if (!isWantedSplit[columns.split[at]] || columns.branch[at]) continue; // a branch belongs to the same rollout
       const task = tasks[columns.template[at]];
       const name = tables.task[columns.task[at]];
       if (!task.instances.has(name)) task.instances.set(name, { name, played: 0, failed: 0, good: 0 });
@@ -88,21 +88,21 @@ class Tasks {
       task.good[bin] += columns.success[at];
       instance.good += columns.success[at];
     }
-    this.tasks = tasks.filter((task) => task.played).map(judged);
+    this.tasks = tasks.filter((task) => task.played).map(judgeTask);
     this.draw();
   }
 
   draw() {
-    const wanted = this.search.value.trim().toLowerCase();
-    const found = this.tasks.filter((task) => [task.name, ...task.instances.keys()].some((name) => name.toLowerCase().includes(wanted))).sort(orderOf(this.order.value));
+    const needle = this.search.value.trim().toLowerCase();
+    const matching = this.tasks.filter((task) => [task.name, ...task.instances.keys()].some((name) => name.toLowerCase().includes(needle))).sort(comparator(this.order.value));
     const learned = this.tasks.filter((task) => task.note === "newly solved").length;
     const forgotten = this.tasks.filter((task) => task.note === "forgotten").length;
     const never = this.tasks.filter((task) => task.note === "never solved").length;
-    this.said.textContent = `${this.tasks.length} tasks: ${learned} newly solved, ${forgotten} forgotten, ${never} never solved${found.length > SHOWN ? `; the first ${SHOWN} are shown` : ""}`;
-    const held = this.rows.contains(document.activeElement) ? document.activeElement.dataset.place : null;
-    renew(this.rows, h("tbody", {}, found.slice(0, SHOWN).flatMap((task) => [this.row(task), ...(this.open.has(task.name) ? this.instances(task) : [])])));
-    // The task that has the focus may stand in another line now.
-    if (held) [...this.rows.querySelectorAll("[data-place]")].find((one) => one.dataset.place === held)?.focus({ preventScroll: true });
+    this.status.textContent = `${this.tasks.length} tasks: ${learned} newly solved, ${forgotten} forgotten, ${never} never solved${matching.length > SHOWN ? `; the first ${SHOWN} are shown` : ""}`;
+    const focusedPlace = this.rows.contains(document.activeElement) ? document.activeElement.dataset.place : null;
+    renew(this.rows, h("tbody", {}, matching.slice(0, SHOWN).flatMap((task) => [this.row(task), ...(this.open.has(task.name) ? this.instances(task) : [])])));
+    // The focused task may have moved to another row.
+    if (focusedPlace) [...this.rows.querySelectorAll("[data-place]")].find((one) => one.dataset.place === focusedPlace)?.focus({ preventScroll: true });
   }
 
   row(task) {
@@ -123,17 +123,17 @@ class Tasks {
   toggle(task) {
     const { size } = task.instances;
     if (size === 1 && task.instances.has(task.name)) return "";
-    const turn = () => {
+    const toggle = () => {
       if (!this.open.delete(task.name)) this.open.add(task.name);
       this.draw();
     };
-    return h("button", { type: "button", class: "instances", "data-place": `open ${task.name}`, "aria-expanded": String(this.open.has(task.name)), "aria-label": `${size} instances of ${task.name}`, onclick: turn }, String(size));
+    return h("button", { type: "button", class: "instances", "data-place": `open ${task.name}`, "aria-expanded": String(this.open.has(task.name)), "aria-label": `${size} instances of ${task.name}`, onclick: toggle }, String(size));
   }
 
   instances(task) {
-    const solved = (one) => (one.played > one.failed ? one.good / (one.played - one.failed) : null);
-    const all = [...task.instances.values()].sort((a, b) => (solved(a) ?? 2) - (solved(b) ?? 2) || b.played - a.played);
-    const rows = all.slice(0, INSTANCES).map((one) => [this.link("task", one.name), "", "", "", "", percent(solved(one)), "", String(one.played), String(one.failed), ""]);
+    const successRate = (one) => (one.played > one.failed ? one.good / (one.played - one.failed) : null);
+    const all = [...task.instances.values()].sort((a, b) => (successRate(a) ?? 2) - (successRate(b) ?? 2) || b.played - a.played);
+    const rows = all.slice(0, INSTANCES).map((one) => [this.link("task", one.name), "", "", "", "", percent(successRate(one)), "", String(one.played), String(one.failed), ""]);
     if (all.length > INSTANCES) rows.push([`and ${all.length - INSTANCES} more`, "", "", "", "", "", "", "", "", ""]);
     return rows.map((cells) => h("tr", { class: "instance" }, cells.map((cell) => h("td", {}, cell))));
   }
@@ -160,20 +160,20 @@ function rate(task, from, to) {
   return { share: all ? good / all : null, all };
 }
 
-function judged(task) {
+function judgeTask(task) {
   const first = rate(task, 0, RECENT), lately = rate(task, 1 - RECENT, 1), whole = rate(task, 0, 1);
   let best = 0;
   for (let at = 0; at + RECENT <= 1; at += RECENT) best = Math.max(best, rate(task, at, at + RECENT).share ?? 0);
   let note = "";
-  if (whole.all >= FEWEST && whole.share === 0) note = "never solved";
-  else if (lately.all >= FEWEST && first.all >= FEWEST) {
+  if (whole.all >= MIN_EPISODES && whole.share === 0) note = "never solved";
+  else if (lately.all >= MIN_EPISODES && first.all >= MIN_EPISODES) {
     if (first.share <= 0.1 && lately.share >= LEARNED) note = "newly solved";
     else if (best - lately.share >= FORGOTTEN && lately.share < LEARNED && best >= LEARNED) note = "forgotten";
   }
   return { ...task, first: first.share, lately: lately.share, whole: whole.share, note };
 }
 
-function orderOf(name) {
+function comparator(name) {
   const last = (task) => task.lately ?? task.whole ?? 2;
   const notes = (note) => (a, b) => (b.note === note) - (a.note === note) || last(a) - last(b);
   return {

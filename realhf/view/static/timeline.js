@@ -1,4 +1,4 @@
-// The timeline: what every line of every process did when. Drawn on a canvas; a list beside it says it in words.
+// The timeline: the spans of every thread of every process, drawn on a canvas.
 
 import { h, number } from "./dom.js";
 import { askPacked } from "./store.js";
@@ -31,7 +31,7 @@ class Timeline {
       ["Enter", "to the rollout of the span"],
     ];
     this.canvas = h("canvas", { id: "lanes", tabindex: "0", role: "img", "aria-label": "Spans of every process over time; n and p walk through them" });
-    this.said = h("p", { class: "readout", role: "status" });
+    this.status = h("p", { class: "readout", role: "status" });
     this.legend = h("p", { class: "readout" }, KINDS.map((kind) => h("span", { class: "entry" }, h("i", { class: `dot span-${kind}` }), kind)));
     this.frame = h("div", { class: "lanes" }, this.canvas);
     const button = (label, title, does) => h("button", { type: "button", title, onclick: does }, label);
@@ -40,10 +40,10 @@ class Timeline {
       { class: "bar" },
       button("+", "Zoom in", () => this.zoom(0.5)),
       button("−", "Zoom out", () => this.zoom(2)),
-      button("Everything", "Show the whole trace", () => this.whole()),
+      button("Everything", "Show the whole trace", () => this.showAll()),
       h("span", { class: "muted" }, "For Perfetto: ", h("code", {}, "python -m realhf.monitor.trace RUN"), " writes trace.json."),
     );
-    place.append(this.tools, this.legend, this.frame, this.said);
+    place.append(this.tools, this.legend, this.frame, this.status);
     this.canvas.addEventListener("wheel", (event) => this.onWheel(event), { passive: false });
     this.canvas.addEventListener("click", (event) => this.onClick(event));
     this.canvas.addEventListener("dblclick", () => this.open());
@@ -63,26 +63,26 @@ class Timeline {
   }
 
   async load() {
-    if (this.context.run.isGone) return this.say("The folder is gone.");
-    const known = this.spans;
-    const { header, arrays } = await askPacked(`/api/runs/${this.context.run.number}/spans?epoch=${known.epoch}&start=${known.count}`);
-    const fresh = header.start === 0;
+    if (this.context.run.isGone) return this.showStatus("The folder is gone.");
+    const before = this.spans;
+    const { header, arrays } = await askPacked(`/api/runs/${this.context.run.number}/spans?epoch=${before.epoch}&start=${before.count}`);
+    const isReplaced = header.start === 0;
     const joined = {};
     for (const [name, more] of Object.entries(arrays)) {
-      joined[name] = fresh ? more : concatenated(known[name], more);
+      joined[name] = isReplaced ? more : concatenate(before[name], more);
     }
-    const followed = !this.window || this.window.end >= this.end() - 1e-6;
+    const wasAtEnd = !this.window || this.window.end >= this.end() - 1e-6;
     this.spans = { ...header, ...joined, count: joined.began.length };
     this.arrange();
-    if (!this.spans.count) return this.say("Nothing was traced yet (monitor.trace).");
-    if (!this.window || fresh) this.lastSteps();
-    else if (followed) {
+    if (!this.spans.count) return this.showStatus("Nothing was traced yet (monitor.trace).");
+    if (!this.window || isReplaced) this.lastSteps();
+    else if (wasAtEnd) {
       const wide = this.window.end - this.window.begin;
       this.window = { begin: this.end() - wide, end: this.end() };
     }
-    if (fresh) this.chosen = -1;
+    if (isReplaced) this.chosen = -1;
     this.draw();
-    if (this.chosen < 0) this.sayWindow(); // what is said of the chosen span stays
+    if (this.chosen < 0) this.describeWindow(); // the description of a chosen span stays
   }
 
   async update(parts) {
@@ -93,26 +93,26 @@ class Timeline {
     return this.last ?? 0;
   }
 
-  /** Lanes in the order of the processes, the spans of each in the order of their beginnings. */
+  /** Sort the lanes by process, and the spans of each by their start. */
   arrange() {
     const { began, seconds, line, processes, lines, count } = this.spans;
-    const held = this.lanes?.[this.lane]; // other lanes may come in above it
+    const selected = this.lanes?.[this.lane]; // other lanes may be added above it
     const order = new Map(processes.map((one, at) => [one.pid, at]));
     const names = new Map(processes.map((one) => [one.pid, one.name]));
     this.first = Infinity;
     this.last = -Infinity;
-    const own = lines.map(() => []);
+    const spansByLine = lines.map(() => []);
     for (let at = 0; at < count; at++) {
-      own[line[at]].push(at);
+      spansByLine[line[at]].push(at);
       this.first = Math.min(this.first, began[at]);
       this.last = Math.max(this.last, began[at] + seconds[at]);
     }
     this.lanes = lines
-      .map((one, at) => ({ process: names.get(one.pid) ?? String(one.pid), place: order.get(one.pid) ?? 1e9, name: one.name, spans: own[at].sort((a, b) => began[a] - began[b]) }))
+      .map((one, at) => ({ process: names.get(one.pid) ?? String(one.pid), place: order.get(one.pid) ?? 1e9, name: one.name, spans: spansByLine[at].sort((a, b) => began[a] - began[b]) }))
       .filter((lane) => lane.spans.length)
       .sort((a, b) => a.place - b.place || a.name.localeCompare(b.name, "en", { numeric: true }));
-    const same = held ? this.lanes.findIndex((lane) => lane.process === held.process && lane.name === held.name) : -1;
-    this.lane = same >= 0 ? same : Math.min(this.lane ?? 0, Math.max(0, this.lanes.length - 1));
+    const index = selected ? this.lanes.findIndex((lane) => lane.process === selected.process && lane.name === selected.name) : -1;
+    this.lane = index >= 0 ? index : Math.min(this.lane ?? 0, Math.max(0, this.lanes.length - 1));
     this.kinds = this.spans.names.map(kindOf);
   }
 
@@ -122,10 +122,10 @@ class Timeline {
     this.window = { begin, end: Math.max(this.last, begin + 1e-3) };
   }
 
-  whole() {
+  showAll() {
     this.window = { begin: this.first, end: Math.max(this.last, this.first + 1e-3) };
     this.draw();
-    this.sayWindow();
+    this.describeWindow();
   }
 
   zoom(factor, share = 0.5) {
@@ -134,20 +134,20 @@ class Timeline {
     const wide = Math.max(1e-4, Math.min((end - begin) * factor, 4 * (this.last - this.first)));
     this.window = { begin: middle - wide * share, end: middle + wide * (1 - share) };
     this.draw();
-    this.sayWindow();
+    this.describeWindow();
   }
 
   pan(share) {
     const wide = this.window.end - this.window.begin;
     this.window = { begin: this.window.begin + share * wide, end: this.window.end + share * wide };
     this.draw();
-    this.sayWindow();
+    this.describeWindow();
   }
 
   key(event) {
     if (!this.lanes?.length) return false;
     const does = {
-      "+": () => this.zoom(0.5), "=": () => this.zoom(0.5), "-": () => this.zoom(2), 0: () => this.whole(),
+      "+": () => this.zoom(0.5), "=": () => this.zoom(0.5), "-": () => this.zoom(2), 0: () => this.showAll(),
       ArrowLeft: () => this.pan(-0.25), ArrowRight: () => this.pan(0.25),
       ArrowUp: () => this.chooseLane(-1), ArrowDown: () => this.chooseLane(1),
       n: () => this.walk(1), p: () => this.walk(-1),
@@ -164,15 +164,15 @@ class Timeline {
     this.frame.scrollTop = Math.max(0, TOP + this.lane * LANE - this.frame.clientHeight / 2);
     this.draw();
     const { process, name, spans } = this.lanes[this.lane];
-    this.say(`${process}, ${name}: ${spans.length} spans`);
+    this.showStatus(`${process}, ${name}: ${spans.length} spans`);
   }
 
   walk(by) {
     const { began, seconds } = this.spans;
-    const own = this.lanes[this.lane].spans;
-    const from = own.indexOf(this.chosen);
-    const next = from >= 0 ? from + by : own.findIndex((one) => began[one] + seconds[one] >= this.window.begin);
-    this.choose(own[Math.max(0, Math.min(own.length - 1, next))]);
+    const spans = this.lanes[this.lane].spans;
+    const from = spans.indexOf(this.chosen);
+    const next = from >= 0 ? from + by : spans.findIndex((one) => began[one] + seconds[one] >= this.window.begin);
+    this.choose(spans[Math.max(0, Math.min(spans.length - 1, next))]);
   }
 
   choose(span) {
@@ -188,7 +188,7 @@ class Timeline {
     const step = steps.find(([at]) => at >= began[span] + seconds[span] * 0.5)?.[1];
     const sample = this.spans.samples[this.spans.sample[span]];
     const text = `${this.spans.names[this.spans.name[span]]} · ${number(seconds[span])} s · ${process}, ${name}${step ? ` · step ${step}` : ""}`;
-    this.said.replaceChildren(text, ...(sample ? [" · ", h("button", { type: "button", onclick: () => this.open() }, `Rollouts of ${sample}`)] : []));
+    this.status.replaceChildren(text, ...(sample ? [" · ", h("button", { type: "button", onclick: () => this.open() }, `Rollouts of ${sample}`)] : []));
   }
 
   open() {
@@ -217,14 +217,14 @@ class Timeline {
     else this.choose(hit);
   }
 
-  say(text) {
-    this.said.textContent = text;
+  showStatus(text) {
+    this.status.textContent = text;
   }
 
-  sayWindow() {
+  describeWindow() {
     const { begin, end } = this.window;
     const clock = (at) => new Date((this.spans.base + at) * 1000).toLocaleTimeString("en-GB");
-    this.say(`${clock(begin)} to ${clock(end)}, ${number(end - begin)} s, ${this.spans.count.toLocaleString("en")} spans`);
+    this.showStatus(`${clock(begin)} to ${clock(end)}, ${number(end - begin)} s, ${this.spans.count.toLocaleString("en")} spans`);
   }
 
   draw() {
@@ -240,7 +240,7 @@ class Timeline {
     pen.scale(scale, scale);
     pen.font = "11px system-ui, sans-serif";
     const look = getComputedStyle(document.documentElement);
-    const probe = (name) => resolved(look, name, this.frame);
+    const probe = (name) => resolveColour(look, name, this.frame);
     this.colours = Object.fromEntries(KINDS.map((kind) => [kind, probe(`--span-${kind}`)]));
     this.ink = probe("--ink");
     this.muted = probe("--muted");
@@ -298,8 +298,8 @@ class Timeline {
   }
 }
 
-/** The colour that a property stands for now; a canvas does not understand light-dark(). */
-function resolved(look, name, place) {
+/** The current colour of a CSS property; a canvas does not support light-dark(). */
+function resolveColour(look, name, place) {
   const probe = h("span", { hidden: true });
   probe.style.color = look.getPropertyValue(name);
   place.append(probe);
@@ -308,7 +308,7 @@ function resolved(look, name, place) {
   return colour;
 }
 
-function concatenated(before, more) {
+function concatenate(before, more) {
   const joined = new before.constructor(before.length + more.length);
   joined.set(before);
   joined.set(more, before.length);

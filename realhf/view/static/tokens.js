@@ -1,8 +1,8 @@
-// Every token of a rollout with what the engine and the trainer said of it: a strip of the whole, and a window of texts.
+// The tokens of a rollout with the quantities of engine and trainer: strips of all tokens, and a window of their texts.
 
 import { $, h, holdingStill, number, tell } from "./dom.js";
-import { changed, detail, idFor } from "./rollout.js";
-import { Later } from "./store.js";
+import { chooseId, loadChange, loadRollout } from "./rollout.js";
+import { DelayedTask } from "./store.js";
 
 const WINDOW = 600;
 const STRIPS = [
@@ -22,43 +22,43 @@ class Tokens {
   constructor(place, context) {
     this.place = place;
     this.context = context;
-    this.later = new Later(() => this.again());
+    this.later = new DelayedTask(() => this.refresh());
     this.keys = [
       ["← →", "token"], ["↑ ↓", "60 tokens"], ["PgUp PgDn", "window"], ["Home End", "first, last"], ["m", "colour by the next quantity"], ["n", "next clipped token"], ["b", "back to the rollout"],
     ];
   }
 
   async load() {
-    this.id = await idFor(this.context, (all, at) => all.columns.tokens[at] === 3, (all, at) => all.columns.tokens[at] & 1);
+    this.id = await chooseId(this.context, (all, at) => all.columns.tokens[at] === 3, (all, at) => all.columns.tokens[at] & 1);
     if (!this.id) return this.place.replaceChildren(h("p", {}, "No rollout was kept with its tokens yet (monitor.rollout_tokens)."));
-    this.found = await detail(this.context.run, this.id);
+    this.record = await loadRollout(this.context.run, this.id);
     this.draw();
   }
 
   draw() {
-    const { play, train } = this.found;
+    const { play, train } = this.record;
     this.resized?.disconnect();
-    this.drawn = null;
+    this.stripImage = null;
     const bar = h("div", { class: "bar" }, h("h2", { class: "id" }, this.id), h("button", { type: "button", onclick: () => this.back() }, "Rollout", h("kbd", {}, "b")));
     if (!play.tokens) {
-      this.none = true;
+      this.hasNoTokens = true;
       return this.place.replaceChildren(bar, h("p", {}, play.problem ?? "The tokens of this rollout were not kept (monitor.rollout_tokens)."));
     }
     this.gather(play.tokens, train && !train.problem ? train : null);
-    const wanted = this.colour ?? this.context.params.get("colour");
-    this.colour = this.strips.some(([name]) => name === wanted) ? wanted : this.strips[0][0];
+    const requested = this.colour ?? this.context.params.get("colour");
+    this.colour = this.strips.some(([name]) => name === requested) ? requested : this.strips[0][0];
     this.at = Math.min(this.size - 1, Math.max(0, Math.floor(Number(this.at ?? this.context.params.get("token"))) || 0));
     this.choice = h("select", { id: "colour", "aria-label": "Colour by", onchange: () => this.paint(this.choice.value) }, this.choices());
     this.canvas = h("canvas", { class: "strips", tabindex: "0", role: "img", "aria-label": "Strips of all tokens; arrows move" });
     this.canvas.addEventListener("click", (event) => this.move(Math.floor((event.offsetX / this.canvas.clientWidth) * this.size)));
-    this.said = h("dl", { class: "facts", id: "token", "aria-live": "polite" });
+    this.facts = h("dl", { class: "facts", id: "token", "aria-live": "polite" });
     this.texts = h("div", { class: "texts", tabindex: "0", "aria-label": "Texts of the tokens" });
     this.texts.addEventListener("click", (event) => event.target.dataset.at !== undefined && this.move(Number(event.target.dataset.at)));
     this.legend = h("span", { class: "legend", id: "legend" });
     this.names = h("div", { class: "strip-names", "aria-hidden": "true" });
     bar.append(h("label", { for: "colour" }, "Colour by"), this.choice, this.legend, h("span", { class: "muted" }, "dimmed: not trained · underlined: clipped"));
-    this.note = h("p", { class: "muted" }, noteOn(train));
-    this.place.replaceChildren(bar, h("div", { class: "strips-frame" }, this.names, this.canvas), this.said, this.note, this.texts);
+    this.note = h("p", { class: "muted" }, trainingNote(train));
+    this.place.replaceChildren(bar, h("div", { class: "strips-frame" }, this.names, this.canvas), this.facts, this.note, this.texts);
     this.resized = new ResizeObserver(() => this.drawStrips());
     this.resized.observe(this.canvas);
     this.paint(this.colour);
@@ -68,37 +68,37 @@ class Tokens {
     return this.strips.map(([name, label]) => h("option", { value: name }, label));
   }
 
-  /** It may have been trained meanwhile. */
+  /** Reload the rollout, which may have been trained by now. */
   async update(parts) {
-    if (parts.has("rollouts")) this.later.ask(WAIT_MS);
+    if (parts.has("rollouts")) this.later.schedule(WAIT_MS);
   }
 
-  async again() {
-    if (!this.found) return this.load();
-    const now = await changed(this.context, this.found);
-    if (!now || this.later.over) return;
-    const samePlay = JSON.stringify(now.play) === JSON.stringify(this.found.play);
-    const sameTraining = JSON.stringify(now.train) === JSON.stringify(this.found.train);
-    this.found = now;
+  async refresh() {
+    if (!this.record) return this.load();
+    const now = await loadChange(this.context, this.record);
+    if (!now || this.later.closed) return;
+    const samePlay = JSON.stringify(now.play) === JSON.stringify(this.record.play);
+    const sameTraining = JSON.stringify(now.train) === JSON.stringify(this.record.train);
+    this.record = now;
     if (!samePlay) {
-      this.none = false;
+      this.hasNoTokens = false;
       this.draw();
-    } else if (!sameTraining && !this.none) {
-      holdingStill($("page"), [this.canvas, this.said, this.texts], () => this.renewTraining(now));
+    } else if (!sameTraining && !this.hasNoTokens) {
+      holdingStill($("page"), [this.canvas, this.facts, this.texts], () => this.renewTraining(now));
     }
   }
 
-  /** Show what is known of the training now. The token, the scroll and a selected text stay where they are. */
+  /** Show new data about the training. The token, the scroll position and a selected text stay. */
   renewTraining({ play, train }) {
     this.gather(play.tokens, train && !train.problem ? train : null);
     if (!this.strips.some(([name]) => name === this.colour)) this.colour = this.strips[0][0];
     this.choice.replaceChildren(...this.choices());
     this.choice.value = this.colour;
     this.drawLegend();
-    tell(this.note, noteOn(train));
-    for (const one of this.texts.querySelectorAll(".token")) this.dress(one, Number(one.dataset.at));
-    this.say();
-    this.drawn = null;
+    tell(this.note, trainingNote(train));
+    for (const one of this.texts.querySelectorAll(".token")) this.styleToken(one, Number(one.dataset.at));
+    this.showToken();
+    this.stripImage = null;
     this.drawStrips();
   }
 
@@ -107,11 +107,11 @@ class Tokens {
     this.later.close();
   }
 
-  /** One array per quantity over the tokens of the completion; NaN where there is none. */
+  /** Build one array per quantity over the tokens of the completion, with NaN for missing values. */
   gather(tokens, train) {
     const size = (this.size = tokens.ids.length);
     this.ids = tokens.ids;
-    this.words = tokens.texts ?? null;
+    this.tokenTexts = tokens.texts ?? null;
     this.mask = Uint8Array.from(tokens.mask);
     this.clipped = new Uint8Array(size);
     this.starts = new Map((tokens.turn_starts ?? []).map((start, turn) => [start, turn]));
@@ -149,16 +149,16 @@ class Tokens {
     this.move(this.at);
   }
 
-  /** What the colours mean: the values at both ends of the chosen quantity's scale. */
+  /** Draw the legend: the values at both ends of the chosen quantity's scale. */
   drawLegend() {
     const { low, high } = this.ranges[this.colour];
     if (!(low <= high)) return this.legend.replaceChildren();
     const kind = STRIPS.find(([one]) => one === this.colour)[2];
     const mixed = (colour, share) => `color-mix(in srgb, var(--${colour}) ${share}%, transparent)`;
-    const most = Math.max(Math.abs(low), Math.abs(high));
+    const bound = Math.max(Math.abs(low), Math.abs(high));
     const [from, to, colours] = {
       low: [Math.min(low, 0), 0, [mixed("bad", 60), "transparent"]],
-      both: [-most, most, [mixed("bad", 60), "transparent", mixed("k2", 60)]],
+      both: [-bound, bound, [mixed("bad", 60), "transparent", mixed("k2", 60)]],
       scale: [low, high, low === high ? [mixed("k2", 24), mixed("k2", 24)] : [mixed("k2", 9), mixed("k2", 60)]],
     }[kind];
     const bar = h("i", {});
@@ -171,19 +171,19 @@ class Tokens {
     const first = Math.floor(this.at / WINDOW) * WINDOW;
     if (first !== this.first) this.drawTexts(first);
     this.texts.querySelector("[aria-current]")?.removeAttribute("aria-current");
-    const shown = this.texts.querySelector(`[data-at="${this.at}"]`);
-    shown?.setAttribute("aria-current", "true");
-    shown?.scrollIntoView({ block: "nearest" });
-    this.say();
+    const current = this.texts.querySelector(`[data-at="${this.at}"]`);
+    current?.setAttribute("aria-current", "true");
+    current?.scrollIntoView({ block: "nearest" });
+    this.showToken();
     this.drawStrips();
     this.context.go("tokens", { id: this.id, token: this.at, colour: this.colour }, true);
   }
 
-  say() {
+  showToken() {
     const { at } = this;
     const fact = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
-    this.said.replaceChildren(
-      fact("token", `${(at + 1).toLocaleString("en")} of ${this.size.toLocaleString("en")}`), fact("text", visible(this.words?.[at] ?? "")), fact("id", String(this.ids[at])),
+    this.facts.replaceChildren(
+      fact("token", `${(at + 1).toLocaleString("en")} of ${this.size.toLocaleString("en")}`), fact("text", showInvisible(this.tokenTexts?.[at] ?? "")), fact("id", String(this.ids[at])),
       ...this.strips.map(([name]) => fact(name === "ratio" ? "ratio" : name, Number.isNaN(this.values[name][at]) ? "–" : name === "ratio" ? (this.values.ratio[at] + 1).toFixed(4) : number(this.values[name][at]))),
       fact("trained", this.mask[at] ? "yes" : "no"), fact("clipped", this.clipped[at] ? "yes" : "no"),
     );
@@ -195,9 +195,9 @@ class Tokens {
     const parts = [];
     for (let at = first; at < last; at++) {
       if (this.starts.has(at) && at > 0) parts.push(h("span", { class: "turn-mark" }, `turn ${this.starts.get(at) + 1}`));
-      const text = this.words?.[at] ?? `${this.ids[at]} `;
-      const one = h("span", { "data-at": at }, visible(text));
-      this.dress(one, at);
+      const text = this.tokenTexts?.[at] ?? `${this.ids[at]} `;
+      const one = h("span", { "data-at": at }, showInvisible(text));
+      this.styleToken(one, at);
       parts.push(one);
       if (text.includes("\n")) parts.push(h("br"));
     }
@@ -205,7 +205,7 @@ class Tokens {
   }
 
   /** Show a token's mask, clipping and colour. */
-  dress(one, at) {
+  styleToken(one, at) {
     one.className = `token${this.mask[at] ? "" : " unmasked"}${this.clipped[at] ? " clipped" : ""}`;
     const [sign, share] = this.shade(this.colour, at);
     one.style.backgroundColor = share > 0.02 ? `color-mix(in srgb, var(--${sign < 0 ? "bad" : "k2"}) ${Math.round(60 * share)}%, transparent)` : "";
@@ -219,11 +219,11 @@ class Tokens {
     const kind = STRIPS.find(([one]) => one === name)[2];
     if (kind === "low") return [-1, Math.min(1, value / (Math.min(low, -1e-6) || -1))];
     if (kind === "scale") return [1, high === low ? 0.4 : 0.15 + (0.85 * (value - low)) / (high - low)];
-    const most = Math.max(Math.abs(low), Math.abs(high)) || 1;
-    return [value < 0 ? -1 : 1, Math.abs(value) / most];
+    const bound = Math.max(Math.abs(low), Math.abs(high)) || 1;
+    return [value < 0 ? -1 : 1, Math.abs(value) / bound];
   }
 
-  /** The strips and the place of the token in them. The strips are drawn once for a width and its colours. */
+  /** Draw the strips and the position of the token in them. The image of the strips is cached by width and colours. */
   drawStrips() {
     if (!this.canvas || !this.ranges) return;
     const width = this.canvas.clientWidth || 600;
@@ -232,13 +232,13 @@ class Tokens {
     const colour = (name) => { this.canvas.style.color = `var(${name})`; return getComputedStyle(this.canvas).color; };
     const colours = ["--bad", "--k2", "--ink", "--line"].map(colour);
     const key = [width, scale, ...colours].join(" ");
-    if (this.drawn?.key !== key) this.drawn = { key, image: this.strip(width, height, scale, colours) };
+    if (this.stripImage?.key !== key) this.stripImage = { key, image: this.strip(width, height, scale, colours) };
     if (this.names.textContent !== this.strips.map(([name]) => name).join("")) this.names.replaceChildren(...this.strips.map(([name]) => h("span", {}, name)));
     this.canvas.style.height = `${height}px`;
     this.canvas.width = width * scale;
     this.canvas.height = height * scale;
     const pen = this.canvas.getContext("2d");
-    pen.drawImage(this.drawn.image, 0, 0);
+    pen.drawImage(this.stripImage.image, 0, 0);
     pen.scale(scale, scale);
     pen.fillStyle = colours[2];
     pen.fillRect((this.at / this.size) * width, 0, 2, height);
@@ -272,7 +272,7 @@ class Tokens {
   key(event) {
     if (!this.id) return false;
     if (event.key === "b") this.back();
-    else if (this.none || !this.texts) return false;
+    else if (this.hasNoTokens || !this.texts) return false;
     else {
       const does = {
         ArrowRight: () => this.move(this.at + 1), ArrowLeft: () => this.move(this.at - 1), ArrowDown: () => this.move(this.at + 60), ArrowUp: () => this.move(this.at - 60),
@@ -297,7 +297,7 @@ class Tokens {
   }
 }
 
-const noteOn = (train) => train?.problem ?? (train ? "" : "Nothing was recorded of its training: an evaluation, not trained yet, or without signal.");
+const trainingNote = (train) => train?.problem ?? (train ? "" : "Nothing was recorded of its training: an evaluation, not trained yet, or without signal.");
 
 function range(values) {
   let low = Infinity, high = -Infinity;
@@ -309,7 +309,7 @@ function range(values) {
   return { low, high };
 }
 
-/** A text in which the ends of lines and what joins characters can be seen, too. */
-function visible(text) {
+/** A text with visible symbols for line ends, tabs and joiners. */
+function showInvisible(text) {
   return text.replace(/\n/g, "⏎").replace(/\r/g, "␍").replace(/\t/g, "⇥").replace(/\u200c/g, "⟨U+200C⟩").replace(/\u200d/g, "⟨U+200D⟩");
 }
