@@ -30,11 +30,11 @@ from realhf.view.run_folder import MARKS, finished_state, is_run, read_json
 
 REPORT_FILE = "report.html"
 """Name of the report in the run's folder."""
-MOST_STEPS = 5_000
+MAX_STEPS = 5_000
 """Maximum number of steps in a report; longer runs are thinned out."""
-MOST_SPANS = 20_000
+MAX_SPANS = 20_000
 """Maximum number of spans in a report; the last ones are kept."""
-MOST_ROLLOUTS = 20_000
+MAX_ROLLOUTS = 20_000
 """Maximum number of rollouts in the table of a report; the last ones are kept."""
 ROLLOUT_BYTES = 6 * 2**20
 """Maximum bytes of conversations and tokens in a report, as JSON; compressed, they take about a
@@ -63,7 +63,7 @@ def _collect_answers(run: Run, rollout_bytes: int) -> dict[str, Any]:
     metrics, every = _thin_out(run.metrics.columns(0, 0))
     if every > 1:
         about["text"] += f" This report has one of every {every} steps."
-    table, details = run.rollouts.extract(MOST_ROLLOUTS, rollout_bytes)
+    table, details = run.rollouts.extract(MAX_ROLLOUTS, rollout_bytes)
     prefix = "/api/runs/0"
     return {
         "/api/runs": {"follow": False, "runs": [about], "left_off": 0, "one_left_off": ""},
@@ -76,17 +76,17 @@ def _collect_answers(run: Run, rollout_bytes: int) -> dict[str, Any]:
         f"{prefix}/evaluations": run.evaluations(),
         f"{prefix}/advisories": run.advisories(),
         f"{prefix}/about": run.about(),
-        f"{prefix}/spans": base64.b64encode(run.spans.pack(0, 0, MOST_SPANS)).decode(),
+        f"{prefix}/spans": base64.b64encode(run.spans.pack(0, 0, MAX_SPANS)).decode(),
         f"{prefix}/rollouts": base64.b64encode(table).decode(),
         f"{prefix}/rollout": details,
     }
 
 
 def _thin_out(metrics: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """Return columns with every n-th step such that at most ``MOST_STEPS`` remain, the last step
+    """Return columns with every n-th step such that at most ``MAX_STEPS`` remain, the last step
     among them; and n."""
     steps = metrics["steps"]
-    every = max(1, math.ceil(len(steps) / MOST_STEPS))
+    every = max(1, math.ceil(len(steps) / MAX_STEPS))
     kept_steps = slice((len(steps) - 1) % every, None, every) if steps else slice(None)
     columns = {name: values[kept_steps] for name, values in metrics["columns"].items()}
     return metrics | {"steps": steps[kept_steps], "columns": columns}, every

@@ -26,9 +26,9 @@ PLAYED_TOKENS = 1
 """Bit of the column ``tokens``: the tokens of the played rollout are recorded."""
 TRAINED_TOKENS = 2
 """Bit of the column ``tokens``: the tokens used in training are recorded."""
-MOST_GROUP = 64
+MAX_GROUP = 64
 """Maximum number of rollouts of a group that are returned with a rollout."""
-MOST_EXTRACTED = 1000
+MAX_EXTRACTED = 1000
 """Maximum number of rollouts that are extracted in full for a report."""
 _TEXTS = ("task", "template", "group", "env", "split", "failure")
 """Columns of text, which are sent as indices into tables."""
@@ -71,7 +71,7 @@ class RunRollouts:
         with self._lock:
             self._store.refresh()
             row = self._store.find(name)
-            group = [] if row is None else self._store.group(row.play.sample)[:MOST_GROUP]
+            group = [] if row is None else self._store.group(row.play.sample)[:MAX_GROUP]
         if row is None:
             return None
         lines = {
@@ -110,7 +110,7 @@ class RunRollouts:
         remaining_bytes = max_bytes
         records: dict[str, dict[str, Any]] = {}
         for row in [row for row in reversed(rows) if row.play.shard != NO_SHARD][
-            : MOST_EXTRACTED if max_bytes else 0
+            : MAX_EXTRACTED if max_bytes else 0
         ]:
             record = self.read_rollout(row.play.id)
             size = len(json.dumps(record))

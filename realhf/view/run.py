@@ -38,18 +38,18 @@ from realhf.view.run_folder import (
     read_text,
 )
 
-MOST_OPTIONS = 5000
+MAX_OPTIONS = 5000
 """Maximum number of options that are shown."""
-MOST_OPTION_DEPTH = 20
+MAX_OPTION_DEPTH = 20
 """Maximum depth of nested options."""
-MOST_VISITS = 50_000
+MAX_VISITS = 50_000
 """Maximum number of values visited in a configuration, because YAML aliases can refer to the same
 values again and again."""
-MOST_CHARACTERS = 500
+MAX_CHARACTERS = 500
 """Maximum number of characters of a value or an event."""
 _HIDDEN_OPTIONS = ("fileroot",)
 """Options that are not shown."""
-MOST_EVENTS = 500
+MAX_EVENTS = 500
 """Maximum number of events; the last ones are kept."""
 EVENT_FILES = (DEATHS_FILE, PLACEMENTS_FILE, NONFINITE_FILE)
 """Files from which events are read."""
@@ -125,7 +125,7 @@ def run_events(run_dir: Path, hosts: HostLanes) -> list[dict[str, Any]]:
         )
     for moment, host, why in hosts.lost:
         events.append({"at": moment / 1e6, "step": None, "what": f"host {host} was lost: {why}"})
-    for line in read_text(run_dir / NONFINITE_FILE).splitlines()[-MOST_EVENTS:]:
+    for line in read_text(run_dir / NONFINITE_FILE).splitlines()[-MAX_EVENTS:]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
@@ -137,9 +137,9 @@ def run_events(run_dir: Path, hosts: HostLanes) -> list[dict[str, Any]]:
         {
             "at": event["at"],
             "step": event["step"] if isinstance(event["step"], int) else None,
-            "what": event["what"][:MOST_CHARACTERS],
+            "what": event["what"][:MAX_CHARACTERS],
         }
-        for event in events[-MOST_EVENTS:]
+        for event in events[-MAX_EVENTS:]
     ]
 
 
@@ -159,9 +159,9 @@ def _flatten(
     name: str, value: Any, options: dict[str, str], depth: int, visits: Iterator[int]
 ) -> None:
     """Add the options below ``name`` to ``options``, within the limits."""
-    if next(visits) >= MOST_VISITS or len(options) >= MOST_OPTIONS or name in _HIDDEN_OPTIONS:
+    if next(visits) >= MAX_VISITS or len(options) >= MAX_OPTIONS or name in _HIDDEN_OPTIONS:
         return
-    if isinstance(value, dict) and value and depth < MOST_OPTION_DEPTH:
+    if isinstance(value, dict) and value and depth < MAX_OPTION_DEPTH:
         for key, inner in value.items():
             _flatten(f"{name}.{key}" if name else str(key)[:200], inner, options, depth + 1, visits)
     elif name and (not isinstance(value, (dict, list)) or _is_small(value)):
@@ -170,7 +170,7 @@ def _flatten(
 
 def _format_option(name: str, value: Any) -> str:
     """Return the value of an option as text; a secret, recognised by its name, is removed."""
-    return mask_secrets(f"{name}={str(value)[:MOST_CHARACTERS]}").removeprefix(f"{name}=")
+    return mask_secrets(f"{name}={str(value)[:MAX_CHARACTERS]}").removeprefix(f"{name}=")
 
 
 def _is_small(value: Any, depth: int = 0) -> bool:
@@ -342,9 +342,9 @@ def _entry_stats(folder: Path) -> list[os.stat_result]:
     return stats
 
 
-MOST_RUNS = 500
+MAX_RUNS = 500
 """Maximum number of runs in a list."""
-MOST_FOLDER_DEPTH = 4
+MAX_FOLDER_DEPTH = 4
 """Maximum depth of a run below a folder of runs."""
 _INNER = frozenset(
     {"checkpoints", "logs", "policy", "rollouts", "tensorboard", "trace", "wandb", "mlflow"}
@@ -364,17 +364,17 @@ class RunList:
     def refresh(self) -> list[Run]:
         """Look for added runs, and return all runs.
 
-        If there are more than ``MOST_RUNS``, those written to last are added first. A given folder
+        If there are more than ``MAX_RUNS``, those written to last are added first. A given folder
         without runs counts as a run, so that the page can show what is wrong with it.
         """
         with self._lock:
             added: dict[Path, str] = {}
             for folder in self._folders:
-                paths = [folder] if is_run(folder) else list(_find_runs(folder, MOST_FOLDER_DEPTH))
+                paths = [folder] if is_run(folder) else list(_find_runs(folder, MAX_FOLDER_DEPTH))
                 for path in paths or [folder]:
                     if path not in self._runs:
                         added.setdefault(path, _display_name(folder, path))
-            room = MOST_RUNS - len(self._runs)
+            room = MAX_RUNS - len(self._runs)
             newest = set(
                 sorted(added, key=_last_write, reverse=True)[:room] if len(added) > room else added
             )
@@ -384,7 +384,7 @@ class RunList:
 
     def left_off(self) -> list[Path]:
         """Return the folders of runs that are not listed because there are more than
-        ``MOST_RUNS``."""
+        ``MAX_RUNS``."""
         with self._lock:
             return list(self._left_off)
 

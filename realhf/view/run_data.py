@@ -143,7 +143,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return public_names(row) if isinstance(step, int) and not isinstance(step, bool) else None
 
 
-MOST_SPANS = 300_000
+MAX_SPANS = 300_000
 """Maximum number of spans in memory; beyond it the older half is dropped."""
 _MAX_NAMES = 60_000
 """Maximum number of different names and lanes, which are sent as 16-bit numbers."""
@@ -162,7 +162,7 @@ class RunSpans:
         self._epoch = 0
         self._reset()
 
-    def pack(self, epoch: int, start: int, max_spans: int = MOST_SPANS) -> bytes:
+    def pack(self, epoch: int, start: int, max_spans: int = MAX_SPANS) -> bytes:
         """Return the spans from number ``start`` on, packed by ``pack``; all spans if files were
         replaced since ``epoch``. If there are more than ``max_spans``, the last ones. Raises
         OSError.
@@ -224,7 +224,7 @@ class RunSpans:
             new = self._read(files)
         for line in new:
             self._store_event(line)
-        if len(self._rows) > MOST_SPANS:
+        if len(self._rows) > MAX_SPANS:
             self._epoch += 1
             self._rows = self._rows[len(self._rows) // 2 :]
 

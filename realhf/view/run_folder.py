@@ -29,7 +29,7 @@ _LOCKS = Path("/proc/locks")
 _FRESH_S = 90.0
 """Seconds after its last write during which a run counts as running although no lock is visible,
 for example because it runs on another host."""
-_LARGEST_FILE = 16 * 2**20
+_MAX_FILE_BYTES = 16 * 2**20
 """Maximum bytes of a file that is read."""
 MARKS = ("config.yaml", "metrics.jsonl", "provenance.json")
 """Files that only runs have."""
@@ -129,9 +129,9 @@ def read_text(path: Path) -> str:
     """Return the text of a regular file of bounded size; "" for anything else."""
     try:
         with open_plain(path) as file:
-            if os.fstat(file.fileno()).st_size > _LARGEST_FILE:
+            if os.fstat(file.fileno()).st_size > _MAX_FILE_BYTES:
                 return ""
-            return file.read(_LARGEST_FILE).decode("utf-8", "replace")
+            return file.read(_MAX_FILE_BYTES).decode("utf-8", "replace")
     except (OSError, ValueError):
         return ""
 
@@ -161,11 +161,11 @@ def _format_duration(seconds: float) -> str:
 
 NOTE_FILE = "note.json"
 """Name of the note's file in the run's folder."""
-MOST_CHARACTERS = 20_000
+MAX_CHARACTERS = 20_000
 """Maximum number of characters of a note."""
-MOST_TAGS = 32
+MAX_TAGS = 32
 """Maximum number of tags of a run."""
-MOST_OF_TAG = 64
+MAX_TAG_CHARS = 64
 """Maximum number of characters of a tag."""
 
 
@@ -187,13 +187,13 @@ def read_note(run_dir: Path) -> RunNote:
     text = content.get("text")
     tags = content.get("tags")
     shortened = (
-        [_shorten(tag, MOST_OF_TAG) for tag in tags if isinstance(tag, str)]
+        [_shorten(tag, MAX_TAG_CHARS) for tag in tags if isinstance(tag, str)]
         if isinstance(tags, list)
         else []
     )
     return RunNote(
-        _shorten(text, MOST_CHARACTERS) if isinstance(text, str) else "",
-        tuple(dict.fromkeys(shortened))[:MOST_TAGS],
+        _shorten(text, MAX_CHARACTERS) if isinstance(text, str) else "",
+        tuple(dict.fromkeys(shortened))[:MAX_TAGS],
     )
 
 
@@ -249,14 +249,14 @@ def _find_problem(run: Path, note: RunNote) -> str:
     """Return why a note cannot be written, or ""."""
     if not is_run(run):
         return f"{run} is not a run: it has none of {', '.join(MARKS)}"
-    if len(note.text) > MOST_CHARACTERS:
-        return f"the note has {len(note.text)} characters, and {MOST_CHARACTERS} are kept"
-    if len(note.tags) > MOST_TAGS:
-        return f"{len(note.tags)} tags, and {MOST_TAGS} are kept"
+    if len(note.text) > MAX_CHARACTERS:
+        return f"the note has {len(note.text)} characters, and {MAX_CHARACTERS} are kept"
+    if len(note.tags) > MAX_TAGS:
+        return f"{len(note.tags)} tags, and {MAX_TAGS} are kept"
     for tag in note.tags:
-        if not tag.strip() or len(tag) > MOST_OF_TAG or not tag.isprintable():
+        if not tag.strip() or len(tag) > MAX_TAG_CHARS or not tag.isprintable():
             return (
-                f"--tag {tag!r:.80}: a tag has at most {MOST_OF_TAG} characters, which can be "
+                f"--tag {tag!r:.80}: a tag has at most {MAX_TAG_CHARS} characters, which can be "
                 f"printed"
             )
     return ""

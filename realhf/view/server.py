@@ -39,7 +39,7 @@ LOOK_S = 0.25
 """Seconds between two checks of the files during that time."""
 SEARCH_S = 30.0
 """Maximum seconds of a full-text search; its result contains how much was searched."""
-LONGEST_SEARCH = 1000
+MAX_SEARCH_CHARS = 1000
 """Maximum number of characters of a search text."""
 Handler = Callable[[Request], Awaitable[Response]]
 """Handler of a request."""
@@ -110,7 +110,7 @@ class Api:
     async def search(self, request: Request) -> Response:
         """Stream the ids of rollouts that contain ``text``, as lines of JSON, until all are
         searched or ``SEARCH_S`` have passed."""
-        text = request.query_params.get("text", "")[:LONGEST_SEARCH]
+        text = request.query_params.get("text", "")[:MAX_SEARCH_CHARS]
         stop_requested = threading.Event()
         results = self._find_run(request).rollouts.search(
             text, process_clock.now() + SEARCH_S, stop_requested.is_set

@@ -30,14 +30,14 @@ INLINE_PLAIN_BYTES = 1 << 20
 """Size of the plain body above which decompression starts again in a thread."""
 GRACE_S = 30.0
 """Seconds that every body may take."""
-LEAST_BYTES_PER_S = 16 << 10
+MIN_BYTES_PER_S = 16 << 10
 """Rate at which a body earns more time than ``GRACE_S``."""
-MOST_MEMBERS = 10_000
+MAX_MEMBERS = 10_000
 """Largest number of members of a stream: each costs a new decoder and a copy of the slice that it
 began in."""
 _SLICE = 256 << 10
 """Size of the slices in which a gzip body is fed to the decoder."""
-_MOST_AT_ONCE = 32 << 20
+_MAX_AT_ONCE_BYTES = 32 << 20
 """Largest stated length of a plain body that is decompressed in one step."""
 _STEP = 1 << 20
 """Size of the steps in which other bodies are decompressed."""
@@ -145,7 +145,7 @@ async def _read_compressed(chunks: AsyncIterator[bytes], max_bytes: int, take: T
                     raise _too_large(max_bytes)
                 take(len(chunk))
                 pieces.add(chunk)
-                limit.reschedule(began + GRACE_S + pieces.size / LEAST_BYTES_PER_S)
+                limit.reschedule(began + GRACE_S + pieces.size / MIN_BYTES_PER_S)
     except TimeoutError:
         raise Refusal(
             503,
@@ -163,7 +163,7 @@ def gunzip(body: bytes, max_bytes: int, take: Take = _count_nothing) -> bytes | 
     the others. Raises Refusal 400 (not gzip, truncated, corrupt).
     """
     stated_bytes = int.from_bytes(body[-4:], "little") + 1
-    step = stated_bytes if _STEP < stated_bytes <= min(max_bytes, _MOST_AT_ONCE) else _STEP
+    step = stated_bytes if _STEP < stated_bytes <= min(max_bytes, _MAX_AT_ONCE_BYTES) else _STEP
     pieces = _Pieces()
     members = 0
     position = 0
@@ -221,8 +221,8 @@ def unzstd(body: bytes, max_bytes: int, take: Take = _count_nothing) -> bytes | 
 
 
 def _check_members(members: int) -> None:
-    if members > MOST_MEMBERS:
-        raise Refusal(400, f"the compressed body has more than {MOST_MEMBERS} members")
+    if members > MAX_MEMBERS:
+        raise Refusal(400, f"the compressed body has more than {MAX_MEMBERS} members")
 
 
 def _too_large(max_bytes: int) -> Refusal:

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 HEAD_S = 10.0
 """Seconds from the start of a connection, or from the first byte of its next request, to the end of
 the head."""
-MOST_HEAD_BYTES = 64 << 10
+MAX_HEAD_BYTES = 64 << 10
 """Largest request line with its headers, and largest of anything else that a parser keeps until it
 is complete."""
 DESCRIPTORS_PER_CONNECTION = 2
@@ -45,7 +45,7 @@ def guarded_http(kind: str = "auto", *, head_s: float = HEAD_S, max_connections:
     or auto).
 
     A connection ends if its request head is not complete within ``head_s`` seconds, or is larger
-    than ``MOST_HEAD_BYTES`` (status 431). A connection beyond ``max_connections`` (0: as many as
+    than ``MAX_HEAD_BYTES`` (status 431). A connection beyond ``max_connections`` (0: as many as
     the limit of file descriptors allows) ends the oldest one that is idle: its request is
     incomplete, or its client has read nothing of the answer for ``head_s``. Where none is idle, the
     new connection ends."""
@@ -112,7 +112,7 @@ class _ConnectionLimits:
         """Raise the limit of h11, which answers 400, so that the one of ``data_received``
         counts."""
         config.h11_max_incomplete_event_size = (
-            config.h11_max_incomplete_event_size or 2 * MOST_HEAD_BYTES
+            config.h11_max_incomplete_event_size or 2 * MAX_HEAD_BYTES
         )
         super().__init__(config, *args, **kwargs)  # pyright: ignore[reportCallIssue]
 
@@ -152,7 +152,7 @@ class _ConnectionLimits:
         """
         remainder = memoryview(data)
         while remainder and not self.transport.is_closing() and self.head_s < float("inf"):
-            part = remainder[: MOST_HEAD_BYTES + 1 - self.incomplete]
+            part = remainder[: MAX_HEAD_BYTES + 1 - self.incomplete]
             remainder = remainder[len(part) :]
             self.incomplete += len(part)
             # a body whose answer is out may end here, and h11 waits for the next head
@@ -160,7 +160,7 @@ class _ConnectionLimits:
             super().data_received(part)  # pyright: ignore[reportAttributeAccessIssue]
             if was_past_head or self.is_past_head():
                 self.incomplete = 0
-            if self.incomplete > MOST_HEAD_BYTES:
+            if self.incomplete > MAX_HEAD_BYTES:
                 self.refuse_head()
                 return
         if not self.is_waiting():
@@ -197,7 +197,7 @@ class _ConnectionLimits:
             self.transport.abort()
             return
         self.stop_head_clock()
-        text = b"the head of a request has at most %d bytes" % MOST_HEAD_BYTES
+        text = b"the head of a request has at most %d bytes" % MAX_HEAD_BYTES
         self.transport.write(
             b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: text/plain; "
             b"charset=utf-8\r\n"

@@ -534,7 +534,7 @@ def test_lines_without_sense_are_left_out(tmp_path: Path):
 def test_of_too_many_spans_the_older_half_is_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("realhf.view.run_data.MOST_SPANS", 10)
+    monkeypatch.setattr("realhf.view.run_data.MAX_SPANS", 10)
     (tmp_path / "trace").mkdir()
     event = {"name": "a", "ph": "X", "pid": 1, "tid": 1, "dur": 1}
     (tmp_path / "trace" / "x.jsonl").write_text(

@@ -10,9 +10,9 @@ import pytest
 from realhf.api.passport import PASSPORT_FILE, Counts, Passport
 from realhf.monitor.run_files import note_death, note_placement
 from realhf.view.__main__ import main
-from realhf.view.report import MOST_STEPS, write_report
+from realhf.view.report import MAX_STEPS, write_report
 from realhf.view.run import mask_secrets
-from realhf.view.run_folder import MOST_CHARACTERS, MOST_TAGS, RunNote, read_note
+from realhf.view.run_folder import MAX_CHARACTERS, MAX_TAGS, RunNote, read_note
 from tests.view.runs import client, kept_answers, made_up, write_run
 
 
@@ -70,10 +70,10 @@ def test_a_note_that_changes_is_a_change_of_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["x" * (MOST_CHARACTERS + 1)], "characters"),
+        (["x" * (MAX_CHARACTERS + 1)], "characters"),
         (["--tag", "two\nlines"], "--tag"),
         (["--tag", " "], "--tag"),
-        ([word for number in range(MOST_TAGS + 1) for word in ("--tag", str(number))], "33 tags"),
+        ([word for number in range(MAX_TAGS + 1) for word in ("--tag", str(number))], "33 tags"),
     ],
 )
 def test_what_is_no_note_is_refused_and_nothing_written(
@@ -116,7 +116,7 @@ def test_a_huge_file_is_cut_and_a_terminal_is_not_driven(
     (run / "note.json").write_text(
         json.dumps({"text": "\x1b]0;owned\x07" + "x" * 10**6, "tags": ["t" * 999] * 999})
     )
-    assert len(read_note(run).text) == MOST_CHARACTERS and read_note(run).tags == ("t" * 64,)
+    assert len(read_note(run).text) == MAX_CHARACTERS and read_note(run).tags == ("t" * 64,)
     assert main(["note", str(run)]) == 0
     assert "\x1b" not in capsys.readouterr().out
 
@@ -200,7 +200,7 @@ def test_no_secret_of_the_configuration_is_in_a_report(tmp_path: Path):
 @pytest.mark.slow
 def test_of_a_long_run_every_so_many_steps_are_kept_and_the_last_one(tmp_path: Path):
     run = write_run(tmp_path / "run", steps=0)
-    count = 2 * MOST_STEPS + 7
+    count = 2 * MAX_STEPS + 7
     rows = [
         {"step": step, "reward/mean": float("nan") if step == count else 0.5}
         for step in range(1, count + 1)
@@ -208,7 +208,7 @@ def test_of_a_long_run_every_so_many_steps_are_kept_and_the_last_one(tmp_path: P
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     answers = kept_answers(write_report(run))
     metrics = answers[f"{OWN}/metrics"]
-    assert len(metrics["steps"]) <= MOST_STEPS and metrics["steps"][-1] == count
+    assert len(metrics["steps"]) <= MAX_STEPS and metrics["steps"][-1] == count
     assert metrics["columns"]["reward/mean"][-1] == "NaN" and len(
         metrics["columns"]["reward/mean"]
     ) == len(metrics["steps"])

@@ -10,7 +10,7 @@ import pytest
 
 from realhf.view import run as run_list
 from realhf.view.__main__ import main
-from realhf.view.run import MOST_RUNS, RunList
+from realhf.view.run import MAX_RUNS, RunList
 from tests.chromium import ABSENT, PROGRAM, Chromium
 from tests.view.page import go, leave, shows, text
 from tests.view.runs import client, served
@@ -30,7 +30,7 @@ def test_more_runs_than_are_listed_are_counted_and_the_newest_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """They used to be cut in silence, in the order of their names."""
-    monkeypatch.setattr(run_list, "MOST_RUNS", 3)
+    monkeypatch.setattr(run_list, "MAX_RUNS", 3)
     made = many(tmp_path / "runs", 5)
     os.utime(made[4] / "metrics.jsonl", (2e9, 2e9))
     found = client(tmp_path / "runs").get("/api/runs").json()
@@ -49,7 +49,7 @@ def test_more_runs_than_are_listed_are_counted_and_the_newest_are_listed(
 def test_a_run_that_is_named_twice_is_left_off_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(run_list, "MOST_RUNS", 1)
+    monkeypatch.setattr(run_list, "MAX_RUNS", 1)
     made = many(tmp_path / "runs", 2)
     runs = RunList([tmp_path / "runs", made[1], tmp_path])
     assert [run.name for run in runs.refresh()] == ["run-0000"]
@@ -75,20 +75,20 @@ def test_a_folder_without_a_run_is_not_counted_as_one(
 def test_the_page_says_how_many_runs_are_not_listed_and_how_to_narrow(
     chromium: Chromium, tmp_path: Path, width: int
 ):
-    made = many(tmp_path / "runs", MOST_RUNS + 12)
+    made = many(tmp_path / "runs", MAX_RUNS + 12)
     chromium.look(width, 800)
     with served(tmp_path / "runs", follow=False) as url:
         go(chromium, url)
-        assert text(chromium, "#choose").startswith(f"{MOST_RUNS} of {MOST_RUNS + 12} runs")
+        assert text(chromium, "#choose").startswith(f"{MAX_RUNS} of {MAX_RUNS + 12} runs")
         chromium.press("c")
         chromium.wait("document.querySelector('dialog[open]')")
         said = text(chromium, "#left-off")
         assert (
             "12 more are not" in said
-            and str(made[MOST_RUNS]) in said
+            and str(made[MAX_RUNS]) in said
             and "python -m realhf.view" in said
         )
-        assert chromium.js("document.querySelectorAll('#runs-list input').length") == MOST_RUNS
+        assert chromium.js("document.querySelectorAll('#runs-list input').length") == MAX_RUNS
         assert chromium.js("document.documentElement.scrollWidth") <= width
         chromium.press("Escape")
     with served(*made[:2], follow=False) as url:

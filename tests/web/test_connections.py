@@ -231,7 +231,7 @@ def test_a_head_that_does_not_come_ends_its_connection(kind: str):
         assert slow.recv(99).startswith(b"HTTP/1.1 200"), "it took longer than a head may take"
 
 
-LONGEST = connections.MOST_HEAD_BYTES
+LONGEST = connections.MAX_HEAD_BYTES
 
 
 def heard(connection) -> bytes:

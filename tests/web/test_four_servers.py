@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from realhf.web import bodies
-from realhf.web.connections import MOST_HEAD_BYTES
+from realhf.web.connections import MAX_HEAD_BYTES
 from tests.web.servers import SERVERS, TOKEN, Served, ServerPool, ask, head_of, send, status_of
 
 CHROME = (
@@ -154,8 +154,8 @@ def test_a_token_does_not_open_the_server_to_foreign_hosts(pool: ServerPool, nam
 def test_a_head_that_is_too_long_is_refused(pool: ServerPool, name: str) -> None:
     served = pool.get(name)
     for headers in (
-        {"X-Long": "x" * MOST_HEAD_BYTES},
-        {f"X-{i}": "y" * 64 for i in range(MOST_HEAD_BYTES // 64)},
+        {"X-Long": "x" * MAX_HEAD_BYTES},
+        {f"X-{i}": "y" * 64 for i in range(MAX_HEAD_BYTES // 64)},
     ):
         assert status_of(send(served, head_of(served, headers))) == 431
 

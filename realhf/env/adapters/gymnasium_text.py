@@ -34,7 +34,7 @@ from realhf.env.loader.validation import BrokenContract, replace_surrogates, sho
 
 EXTRA = "gymnasium"
 """Name of the extra of this package that installs Gymnasium."""
-_MOST_ACTIONS = 1000
+_MAX_ACTIONS = 1000
 """Maximum number of actions of a Discrete space, which are all listed in the prompt."""
 _SUCCESS = ("success", "is_success")
 """Keys of ``info`` in which environments report success."""
@@ -468,8 +468,8 @@ def build_actions(gymnasium: ModuleType, space: Any, names: Sequence[str]) -> Ac
             f"its action space is {space}; only Text and Discrete ones can be written as text"
         )
     count = int(space.n)
-    if count > _MOST_ACTIONS:
-        raise ValueError(f"it has {count} actions; at most {_MOST_ACTIONS} can be named")
+    if count > _MAX_ACTIONS:
+        raise ValueError(f"it has {count} actions; at most {_MAX_ACTIONS} can be named")
     if names and len(names) != count:
         raise ValueError(f"env.actions names {len(names)} actions, the environment has {count}")
     action_names = tuple(name.strip() for name in names) or tuple(

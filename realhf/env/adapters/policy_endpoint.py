@@ -19,7 +19,7 @@ from typing import Any
 from realhf.api.environment import AssistantMessage, ChatMessage, ToolCall
 from realhf.api.messages import message_problems
 from realhf.env.loader.validation import json_problem, replace_surrogates, shown
-from realhf.web.connections import MOST_HEAD_BYTES
+from realhf.web.connections import MAX_HEAD_BYTES
 
 SECRET_HEADER = "x-policy-secret"
 """Header with the secret of the endpoint."""
@@ -45,7 +45,7 @@ class Unplayable(ValueError):
 
 
 class HeadTooLarge(Exception):
-    """The head of a request has more bytes than ``MOST_HEAD_BYTES``."""
+    """The head of a request has more bytes than ``MAX_HEAD_BYTES``."""
 
 
 @dataclass
@@ -207,9 +207,7 @@ class PolicyEndpoint:
 
     async def start(self) -> None:
         """Listen on a free port of the loopback."""
-        self._server = await asyncio.start_server(
-            self._serve, "127.0.0.1", 0, limit=MOST_HEAD_BYTES
-        )
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=MAX_HEAD_BYTES)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/v1"
 
     async def stop(self) -> None:
@@ -269,7 +267,7 @@ class PolicyEndpoint:
             message = await conversation.ask(body)
         except HeadTooLarge:
             return "431 Request Header Fields Too Large", _error(
-                f"the head of a request has at most {MOST_HEAD_BYTES} bytes"
+                f"the head of a request has at most {MAX_HEAD_BYTES} bytes"
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return "400 Bad Request", _error(str(error))
@@ -293,7 +291,7 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[str, dict[str, str]]
     for _ in range(_MAX_HEADERS):
         field_line = await _read_line(reader)
         size += len(field_line)
-        if size > MOST_HEAD_BYTES:
+        if size > MAX_HEAD_BYTES:
             raise HeadTooLarge
         name, colon, value = field_line.partition(":")
         if not colon:

@@ -14,7 +14,7 @@ from realhf.api.messages import tool_problems as schema_problems
 from realhf.base.json_values import json_problem, shown
 from realhf.env.loader import validation
 
-LARGEST_REWARD = 1000.0
+MAX_REWARD = 1000.0
 """Largest absolute reward that is accepted."""
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TYPES = {"string", "integer", "number", "boolean", "array", "object", "null"}
@@ -120,9 +120,9 @@ def _number_problems(label: str, name: Any, value: Any) -> Iterator[str]:
         yield f"{label} must be a finite number, not {shown(value)}"
     elif problem := json_problem(value):
         yield f"a reward or metric is no plain number: {problem}"
-    elif label == "reward" and abs(value) > LARGEST_REWARD:
+    elif label == "reward" and abs(value) > MAX_REWARD:
         yield (
-            f"the reward is {value:g}; rewards beyond {LARGEST_REWARD:g} drown everything else in "
+            f"the reward is {value:g}; rewards beyond {MAX_REWARD:g} drown everything else in "
             f"a batch"
         )
     elif label.startswith("metrics") and name in ("success", "progress") and not 0 <= value <= 1:

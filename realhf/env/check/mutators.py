@@ -41,7 +41,7 @@ OWN_NAMES = ("own", "tmp", "test-1")
 """Names that no task uses."""
 _MAX_NEIGHBOURS = 4
 """Maximum number of similar words or other values."""
-_DEEPEST = 4
+_MAX_DEPTH = 4
 """Maximum depth of nested values that are changed."""
 _OTHER_NUMBER = 7
 """Offset of the last of the other values of a number."""
@@ -294,14 +294,14 @@ def _propose_values(
             (CHANGED, new_value)
             for new_value in ([], value[:-1], value[1:], value * 2, value[::-1])
         )
-        for at, item in enumerate(value if depth < _DEEPEST else ()):
+        for at, item in enumerate(value if depth < _MAX_DEPTH else ()):
             for kind, _, new_value in change_value(item, {}, words, depth + 1):
                 yield kind, [*value[:at], new_value, *value[at + 1 :]]
     elif isinstance(value, dict):
         for name, item in value.items():
             yield REMOVED, {key: each for key, each in value.items() if key != name}
             for kind, _, new_value in (
-                change_value(item, {}, words, depth + 1) if depth < _DEEPEST else ()
+                change_value(item, {}, words, depth + 1) if depth < _MAX_DEPTH else ()
             ):
                 yield kind, {**value, name: new_value}
 

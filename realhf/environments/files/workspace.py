@@ -15,15 +15,15 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-MOST_FILES = 200
-MOST_CHARACTERS = 8_000
+MAX_FILES = 200
+MAX_CHARACTERS = 8_000
 """Most characters of one argument, and thus of one file."""
-MOST_CHARACTERS_IN_ALL = 64_000
-LONGEST_PATH = 120
-DEEPEST = 8
+MAX_TOTAL_CHARACTERS = 64_000
+MAX_PATH_CHARS = 120
+MAX_DEPTH = 8
 """Most parts of a path."""
-MOST_LINES_SHOWN = 40
-LONGEST_LINE_SHOWN = 200
+MAX_SHOWN_LINES = 40
+MAX_SHOWN_LINE_CHARS = 200
 
 
 class FilesWorkspace:
@@ -114,10 +114,10 @@ class FilesWorkspace:
             for other_path, other_text in self._files.items()
             if other_path != target
         )
-        if other_chars + len(_check_text(text)) > MOST_CHARACTERS_IN_ALL:
-            raise ValueError(f"all files hold at most {MOST_CHARACTERS_IN_ALL} characters")
-        if target not in self._files and len(self._files) >= MOST_FILES:
-            raise ValueError(f"there are at most {MOST_FILES} files")
+        if other_chars + len(_check_text(text)) > MAX_TOTAL_CHARACTERS:
+            raise ValueError(f"all files hold at most {MAX_TOTAL_CHARACTERS} characters")
+        if target not in self._files and len(self._files) >= MAX_FILES:
+            raise ValueError(f"there are at most {MAX_FILES} files")
         self._files[target] = text
         return f"wrote {target}"
 
@@ -128,8 +128,8 @@ class FilesWorkspace:
             text: The text.
         """
         self._check_open()
-        if not 0 < len(_check_text(text)) <= LONGEST_LINE_SHOWN:
-            raise ValueError(f"search for 1 to {LONGEST_LINE_SHOWN} characters")
+        if not 0 < len(_check_text(text)) <= MAX_SHOWN_LINE_CHARS:
+            raise ValueError(f"search for 1 to {MAX_SHOWN_LINE_CHARS} characters")
         lines = []
         for path in sorted(self._files):
             content = self._files[path]
@@ -195,16 +195,16 @@ class FilesWorkspace:
         digest."""
         files = sorted(self._files.items())
         rows = [
-            [path, text if len(text) <= LONGEST_LINE_SHOWN else _digest(text)]
+            [path, text if len(text) <= MAX_SHOWN_LINE_CHARS else _digest(text)]
             for path, text in files
         ]
-        if len(rows) > MOST_LINES_SHOWN:
-            rows[MOST_LINES_SHOWN:] = [["...", _digest(repr(files))]]
+        if len(rows) > MAX_SHOWN_LINES:
+            rows[MAX_SHOWN_LINES:] = [["...", _digest(repr(files))]]
         view = {"title": "The folder", "columns": ["path", "text"], "rows": rows}
         return (
             view
             if self._answer is None
-            else view | {"note": f"answer: {self._answer[:LONGEST_LINE_SHOWN]}"}
+            else view | {"note": f"answer: {self._answer[:MAX_SHOWN_LINE_CHARS]}"}
         )
 
     def get_reward(self) -> float:
@@ -282,13 +282,13 @@ def _build_tree(files: Iterable[Mapping[str, str]]) -> dict[str, str]:
 def _parse_path(path: str) -> str:
     """Return a path in canonical form: parts joined by "/", relative to the folder."""
     text = _check_text(path).removeprefix("./")
-    if len(text) > LONGEST_PATH or not text.isprintable() or "\\" in text:
-        raise ValueError(f"a path is at most {LONGEST_PATH} printable characters without \\")
+    if len(text) > MAX_PATH_CHARS or not text.isprintable() or "\\" in text:
+        raise ValueError(f"a path is at most {MAX_PATH_CHARS} printable characters without \\")
     parts = text.split("/")
     if any(part in ("", ".", "..") or part != part.strip() for part in parts):
         raise ValueError("a path is relative, such as folder/name.txt")
-    if len(parts) > DEEPEST:
-        raise ValueError(f"a path has at most {DEEPEST} parts")
+    if len(parts) > MAX_DEPTH:
+        raise ValueError(f"a path has at most {MAX_DEPTH} parts")
     return text
 
 
@@ -296,8 +296,8 @@ def _check_text(value: object) -> str:
     """Return ``value`` if it is text of allowed length that can be encoded."""
     if not isinstance(value, str):
         raise ValueError("an argument must be text")
-    if len(value) > MOST_CHARACTERS:
-        raise ValueError(f"a text has at most {MOST_CHARACTERS} characters")
+    if len(value) > MAX_CHARACTERS:
+        raise ValueError(f"a text has at most {MAX_CHARACTERS} characters")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -316,8 +316,8 @@ def _digest(text: str) -> str:
 
 def _format_lines(lines: list[str]) -> str:
     short_lines = [
-        line if len(line) <= LONGEST_LINE_SHOWN else f"{line[:LONGEST_LINE_SHOWN]}..."
+        line if len(line) <= MAX_SHOWN_LINE_CHARS else f"{line[:MAX_SHOWN_LINE_CHARS]}..."
         for line in lines
     ]
-    omitted = len(lines) - MOST_LINES_SHOWN
-    return "\n".join(short_lines[:MOST_LINES_SHOWN] + [f"({omitted} more)"] * (omitted > 0))
+    omitted = len(lines) - MAX_SHOWN_LINES
+    return "\n".join(short_lines[:MAX_SHOWN_LINES] + [f"({omitted} more)"] * (omitted > 0))

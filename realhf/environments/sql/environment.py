@@ -104,10 +104,10 @@ FOUND = 0.5
 """Potential of an answer that was found but not given."""
 HARM = -0.2
 """Smallest potential: the database is farther from the wanted rows than at the start."""
-MOST_LINES = 8
-MOST_LINE_CHARS = 120
+MAX_LINES = 8
+MAX_LINE_CHARS = 120
 """How much of the difference people see: wrong rows, and characters of each."""
-MOST_ROWS = 40
+MAX_ROWS = 40
 """Most rows of a database in the view for people."""
 
 
@@ -170,7 +170,7 @@ class QuestionGoal:
 
     def info(self) -> dict[str, Any]:
         """Return the answer for people; a question changes no rows."""
-        return {"view": {"title": "The answer", "text": self._answer[:MOST_LINE_CHARS]}}
+        return {"view": {"title": "The answer", "text": self._answer[:MAX_LINE_CHARS]}}
 
 
 def _single_value(result: Result) -> Any:
@@ -225,7 +225,7 @@ class ChangeGoal:
     def info(self) -> dict[str, Any]:
         """Return, for people, all rows, and some of the missing and surplus ones as lines
         ``table|value|...``."""
-        wrong = self._find_wrong_keys()[:MOST_LINES]
+        wrong = self._find_wrong_keys()[:MAX_LINES]
         sides = {"missing": self._wanted, "surplus": self._rows}
         view: dict[str, Any] = {
             "view": {
@@ -236,7 +236,7 @@ class ChangeGoal:
         }
         return view | {
             side: [
-                row_text((name, *rows[name][key]))[:MOST_LINE_CHARS]
+                row_text((name, *rows[name][key]))[:MAX_LINE_CHARS]
                 for name, key in wrong
                 if key in rows[name]
             ]
@@ -260,10 +260,10 @@ def _visible_rows(tables: Rows) -> list[list[str]]:
     rows = [
         [name, row_text(row)] for name, table_rows in tables.items() for row in table_rows.values()
     ]
-    if len(rows) <= MOST_ROWS and all(len(text) <= MOST_LINE_CHARS for _, text in rows):
+    if len(rows) <= MAX_ROWS and all(len(text) <= MAX_LINE_CHARS for _, text in rows):
         return rows
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
-    shortened = [[name, text[:MOST_LINE_CHARS]] for name, text in rows[:MOST_LINES]]
+    shortened = [[name, text[:MAX_LINE_CHARS]] for name, text in rows[:MAX_LINES]]
     return [*shortened, ["...", f"{len(rows)} rows, sha256 {digest}"]]
 
 

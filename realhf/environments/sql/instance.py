@@ -97,10 +97,10 @@ def _draw_pair(
 
 Value = int | str
 SMALLEST = 1
-LARGEST = 30
+MAX_NUMBER = 30
 """Bounds of numbers in rows, inclusive."""
-FEWEST_ROWS = 8
-MOST_ROWS = 12
+MIN_ROWS = 8
+MAX_ROWS = 12
 
 
 class MainRow(NamedTuple):
@@ -202,7 +202,7 @@ def _replace_column(table: SqlTable, column: int) -> SqlTable:
     rows = []
     for row in table.rows:
         value = row[column]
-        other_value = f"{value}-2" if isinstance(value, str) else value + LARGEST
+        other_value = f"{value}-2" if isinstance(value, str) else value + MAX_NUMBER
         rows.append((*row[:column], other_value, *row[column + 1 :]))
     return replace(table, rows=tuple(rows))
 
@@ -212,7 +212,7 @@ def _rotate_columns(table: SqlTable, place: int) -> SqlTable:
     rotated by a different number of rows."""
     rows = (
         table.rows
-        if len(table.rows) < FEWEST_ROWS
+        if len(table.rows) < MIN_ROWS
         else (*table.rows[:place], *table.rows[place + 1 :])
     )
     turned = [
@@ -290,7 +290,7 @@ def draw_scene(rng: random.Random, split: str) -> SqlScene:
     """Draw a scene: the main table, its rows, the row that the task is about and another row."""
     text = rng.choice([*TEXT_COLUMNS])
     table, number = draw_table(rng, split)
-    rows = _draw_rows(rng, split, text, rng.randint(FEWEST_ROWS, MOST_ROWS))
+    rows = _draw_rows(rng, split, text, rng.randint(MIN_ROWS, MAX_ROWS))
     target = rows[0]
     other = rng.choice(rows[2:])
     return SqlScene(rng, split, table, text, number, tuple(sorted(rows)), target, other)
@@ -300,8 +300,8 @@ def _draw_rows(rng: random.Random, split: str, text: str, count: int) -> list[Ma
     """Draw rows with different ids, names and numbers; the names of the first two differ only in
     the last word."""
     texts = rng.sample(TEXT_COLUMNS[text], 3)
-    ids = rng.sample(range(1, LARGEST + 1), count)
-    numbers = rng.sample(range(SMALLEST, LARGEST + 1), count)
+    ids = rng.sample(range(1, MAX_NUMBER + 1), count)
+    numbers = rng.sample(range(SMALLEST, MAX_NUMBER + 1), count)
     row_names = draw_row_names(rng, split, count)
     rows = zip(ids, row_names, numbers, strict=True)
     return [MainRow(number_id, name, rng.choice(texts), number) for number_id, name, number in rows]

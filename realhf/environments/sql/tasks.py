@@ -12,7 +12,7 @@ from realhf.api.environment import TRAIN, Task
 from realhf.env.loader.tasks import GroupedTaskSet
 from realhf.environments.sql import instance
 from realhf.environments.sql.instance import (
-    LARGEST,
+    MAX_NUMBER,
     SMALLEST,
     MainRow,
     SqlInstance,
@@ -197,7 +197,7 @@ def set_number(scene: SqlScene) -> SqlInstance:
     number = scene.number
     row = scene.target
     value = scene.rng.choice(
-        [value for value in range(SMALLEST, LARGEST + 1) if value != row.number]
+        [value for value in range(SMALLEST, MAX_NUMBER + 1) if value != row.number]
     )
     return change(
         scene,

@@ -69,7 +69,7 @@ class NoBatchYet(TrajectoryError):
 
 
 _FIRST_WAIT_S = 0.1
-_LONGEST_WAIT_S = 5.0
+_MAX_WAIT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Response:
 def retry_wait_s(attempt: int, response: Response) -> float:
     """Return the back-off after the ``attempt``-th failure in a row: exponential, with jitter, at
     least Retry-After."""
-    backoff = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** min(attempt - 1, 10))
+    backoff = min(_MAX_WAIT_S, _FIRST_WAIT_S * 2 ** min(attempt - 1, 10))
     wanted = 0.0 if response.failure else retry_after_s(response.headers.get("retry-after"))
     return max(wanted, backoff) * random.uniform(0.8, 1.2)
 
@@ -111,7 +111,7 @@ def retry_after_s(text: str | None, now: Callable[[], float] = time.time) -> flo
         return 0.0
 
 
-_LONGEST_CAUSE = 500
+_MAX_CAUSE_CHARS = 500
 """Most characters of an answer that an error quotes."""
 
 
@@ -220,7 +220,7 @@ def json_object(response: Response, url: str) -> dict[str, Any]:
 def field_of(body: Mapping[str, Any], name: str, url: str) -> Any:
     """Return the value of a required key. Raises BadAnswer."""
     if name not in body:
-        raise BadAnswer(url, f"the answer lacks {name!r}: {str(dict(body))[:_LONGEST_CAUSE]}")
+        raise BadAnswer(url, f"the answer lacks {name!r}: {str(dict(body))[:_MAX_CAUSE_CHARS]}")
     return body[name]
 
 
@@ -251,15 +251,15 @@ def _detail(response: Response) -> str:
     try:
         detail = json.loads(response.body)["detail"]
     except (ValueError, KeyError, TypeError):
-        return response.body[:_LONGEST_CAUSE].decode("utf-8", "replace") or "no explanation"
+        return response.body[:_MAX_CAUSE_CHARS].decode("utf-8", "replace") or "no explanation"
     if isinstance(detail, list):
         parts = [
             f"{'.'.join(map(str, item.get('loc', ())))}: {item.get('msg')}"
             for item in detail
             if isinstance(item, dict)
         ]
-        return "; ".join(parts)[:_LONGEST_CAUSE]
-    return str(detail)[:_LONGEST_CAUSE]
+        return "; ".join(parts)[:_MAX_CAUSE_CHARS]
+    return str(detail)[:_MAX_CAUSE_CHARS]
 
 
 BATCHES_AHEAD = 3

@@ -42,7 +42,7 @@ from realhf.trajectory.client.protocol import (
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
-_LONGEST_POLL_S = 1.0
+_MAX_POLL_S = 1.0
 _LOG_EVERY_S = 10.0
 """Seconds between two log lines about failed attempts, or about waiting for the server."""
 
@@ -254,7 +254,7 @@ class AsyncTrajectoryClient:
             if not now.pause or now.done or process_clock.now() + poll > give_up:
                 return now
             await sleep(poll)
-            poll = min(_LONGEST_POLL_S, poll * 1.5)
+            poll = min(_MAX_POLL_S, poll * 1.5)
 
     async def disconnect(self) -> None:
         """Leave as an environment; pushed groups are still served."""
@@ -337,7 +337,7 @@ class AsyncTrajectoryClient:
                 last_log = process_clock.now()
                 logger.info("%s: waits for a batch, %.0f s so far (%s)", self.url, waited, outcome)
             await sleep(poll)
-            poll = min(_LONGEST_POLL_S, poll * 1.5)
+            poll = min(_MAX_POLL_S, poll * 1.5)
 
     async def _acknowledge_returned(self) -> None:
         """Acknowledge the batches that earlier pulls returned. The server's implicit

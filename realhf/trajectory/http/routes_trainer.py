@@ -189,7 +189,7 @@ def _accepted(request: Request) -> tuple[bool, str]:
     return msgpack, "gzip" if "gzip" in codings else ""
 
 
-_LEAST_BYTES = 64 << 10
+_MIN_BYTES = 64 << 10
 """Bytes that are collected before they are sent together."""
 
 
@@ -245,7 +245,7 @@ def _coalesced(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryv
     for piece in pieces:
         waiting.append(piece)
         size += len(piece)
-        if size >= _LEAST_BYTES:
+        if size >= _MIN_BYTES:
             yield waiting[0] if len(waiting) == 1 else b"".join(waiting)
             waiting = []
             size = 0

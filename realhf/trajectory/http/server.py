@@ -44,7 +44,7 @@ from realhf.web.refusal import Refusal
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
 """``M_TRIM_THRESHOLD`` and ``M_MMAP_THRESHOLD`` of glibc's ``malloc.h``."""
-KEPT_BYTES = 64 << 20
+MAX_CACHED_BYTES = 64 << 20
 """Bytes of free memory at the end of the heap that the process keeps."""
 _HEAP_BYTES = 16 << 20
 """Size below which buffers come from the heap; larger ones come straight from the kernel."""
@@ -56,7 +56,7 @@ def keep_buffers() -> bool:
         tune = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return False
-    return bool(tune(_TRIM_THRESHOLD, KEPT_BYTES) and tune(_MMAP_THRESHOLD, _HEAP_BYTES))
+    return bool(tune(_TRIM_THRESHOLD, MAX_CACHED_BYTES) and tune(_MMAP_THRESHOLD, _HEAP_BYTES))
 
 
 _LOOK_S = 0.002

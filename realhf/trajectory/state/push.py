@@ -197,7 +197,7 @@ def _enqueue(state: TrajectoryState, members: list[GroupRecord], *, bundled: boo
         state.put_run(msgspec.structs.replace(state.run, latest=member))
 
 
-MOST_BITS = 1 << 25
+MAX_BITS = 1 << 25
 """Largest product of groups and target for an exact search, which takes a few milliseconds. Only
 the oldest part of a larger buffer is searched."""
 
@@ -229,7 +229,7 @@ def _find_in_order(sizes: Sequence[int], target: int) -> list[int]:
 def _find_exact(sizes: Sequence[int], target: int) -> list[int]:
     """Solve the subset sum with bit sets: bit j of ``reachable[i]`` is set if some of the first i
     sizes sum to j."""
-    sizes = sizes[: max(1, MOST_BITS // (target + 1))]
+    sizes = sizes[: max(1, MAX_BITS // (target + 1))]
     mask = (1 << (target + 1)) - 1
     reachable = [1]
     for size in sizes:

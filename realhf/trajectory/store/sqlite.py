@@ -80,7 +80,7 @@ _RESERVE_SHARE of the disk."""
 _BALLAST_BYTES = 16 << 20
 _BALLAST_SHARE = 32
 """Size of the ballast file, limited in the same way."""
-_MOST_UNREADABLE = 20
+_MAX_UNREADABLE = 20
 """Unreadable groups after which the check at the start gives up."""
 _LOOK_EVERY_S = 0.05
 _LOOK_EVERY_BYTES = 4 << 20
@@ -415,7 +415,7 @@ class SqliteStore(Store):
                     logger.error(
                         "%s: group %d cannot be read now, and stays: %s", self.name, group.id, error
                     )
-                    if unreadable >= _MOST_UNREADABLE:
+                    if unreadable >= _MAX_UNREADABLE:
                         break
         if torn:
             logger.error(

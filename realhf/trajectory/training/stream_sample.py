@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 NOT_TRAINED = -100
 """Mask value of a token that is not trained."""
-LARGEST_SCORE = 1e18
+MAX_SCORE = 1e18
 """Largest score whose square is finite in fp32, in which advantages are computed."""
 VALID = 0
 FILTERED = 2
@@ -185,7 +185,7 @@ def _build_row(
         raise RowProblem("wrong_logprobs")
     if index >= len(group["scores"]):
         raise RowProblem("no_score")
-    if not abs(group["scores"][index]) <= LARGEST_SCORE:
+    if not abs(group["scores"][index]) <= MAX_SCORE:
         raise RowProblem("wrong_score")
     trained = np.asarray(masks) != NOT_TRAINED
     if overrides.get("set_advantage_to_zero"):

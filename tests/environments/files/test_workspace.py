@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from realhf.environments.files import workspace as module
 from realhf.environments.files.workspace import (
-    DEEPEST,
-    LONGEST_PATH,
-    MOST_CHARACTERS,
-    MOST_CHARACTERS_IN_ALL,
-    MOST_FILES,
-    MOST_LINES_SHOWN,
+    MAX_CHARACTERS,
+    MAX_DEPTH,
+    MAX_FILES,
+    MAX_PATH_CHARS,
+    MAX_SHOWN_LINES,
+    MAX_TOTAL_CHARACTERS,
     FilesWorkspace,
 )
 from tests.cheapest import cheapest
@@ -159,9 +159,9 @@ HOSTILE_PATHS: list[Any] = [
     "a\u202etxt",
     "\ud800",
     "a.txt\x7f",
-    "x" * (LONGEST_PATH + 1),
+    "x" * (MAX_PATH_CHARS + 1),
     "x" * 3_000_000,
-    "/".join("x" * (DEEPEST + 1)),
+    "/".join("x" * (MAX_DEPTH + 1)),
     "../" * 1_000_000,
     None,
     7,
@@ -196,7 +196,7 @@ def test_a_path_that_is_none_is_refused_and_changes_nothing(path: Any):
 
 @pytest.mark.parametrize(
     "text",
-    [None, 7, ["x"], "\ud800", "a\0b", "x" * (MOST_CHARACTERS + 1), "é" * 5_000_000],
+    [None, 7, ["x"], "\ud800", "a\0b", "x" * (MAX_CHARACTERS + 1), "é" * 5_000_000],
     ids=lambda text: ascii(text)[:20],
 )
 def test_a_text_that_is_none_is_refused(text: Any):
@@ -227,18 +227,18 @@ def test_files_and_characters_are_bounded():
     changed."""
     workspace = opened()
     said = [refused(workspace.write_file, f"f{n}.txt", "x") for n in range(5_000)]
-    assert said.count("") == MOST_FILES - len(START)
-    said = [refused(workspace.write_file, f"f{n}.txt", "y" * MOST_CHARACTERS) for n in range(20)]
-    assert 0 < said.count("") < MOST_CHARACTERS_IN_ALL // MOST_CHARACTERS
+    assert said.count("") == MAX_FILES - len(START)
+    said = [refused(workspace.write_file, f"f{n}.txt", "y" * MAX_CHARACTERS) for n in range(20)]
+    assert 0 < said.count("") < MAX_TOTAL_CHARACTERS // MAX_CHARACTERS
     assert "at most" in said[-1]
-    assert len(workspace.list_files().splitlines()) == MOST_LINES_SHOWN + 1
+    assert len(workspace.list_files().splitlines()) == MAX_SHOWN_LINES + 1
 
 
 def test_a_search_is_for_plain_text():
     """Patterns that would keep a regular-expression engine busy for years are text as any other."""
     workspace = opened()
     for number in range(7):
-        workspace.write_file(f"f{number}.txt", "y" * MOST_CHARACTERS)
+        workspace.write_file(f"f{number}.txt", "y" * MAX_CHARACTERS)
     texts = ("y" * 100 + "z", "(y+)+$", "(?:y|y)*z", ".*" * 50)
     assert cheapest(lambda: [workspace.search_files(text) for text in texts], 1.0) < 1.0
     assert {workspace.search_files(text) for text in texts} == {"nothing found"}
@@ -363,8 +363,8 @@ def test_a_reset_forgets_the_episode_before():
         ({"../x": "x"}, None, "1", r"'\.\./x'.*relative"),
         ({"x": "x", "x/y": "y"}, None, "1", "x is a file"),
         ({"x": "x"}, {"/x": "x"}, "1", "relative"),
-        ({"x": "x" * (MOST_CHARACTERS + 1)}, None, "1", "at most"),
-        ({str(n): "" for n in range(MOST_FILES + 1)}, None, "1", "at most"),
+        ({"x": "x" * (MAX_CHARACTERS + 1)}, None, "1", "at most"),
+        ({str(n): "" for n in range(MAX_FILES + 1)}, None, "1", "at most"),
     ],
 )
 def test_a_row_that_is_no_task_is_refused(

@@ -23,7 +23,7 @@ from realhf.trajectory.records import Encoding, Incoming, Payload
 from realhf.trajectory.wire import encode
 from realhf.trajectory.wire.encode import encode_batch, encode_group
 from realhf.trajectory.wire.intake import INLINE_BYTES, Offload, parse_groups
-from realhf.web.bodies import MOST_MEMBERS, read_body
+from realhf.web.bodies import MAX_MEMBERS, read_body
 from realhf.web.refusal import Refusal
 from tests.trajectory.driver import refused
 from tests.trajectory.groups import EVERYTHING, binary, encoded, group, tensor
@@ -125,11 +125,11 @@ def test_zstd_bodies():
 
 
 def test_floods_of_members_are_400():
-    flood = [gzip.compress(b"") * (MOST_MEMBERS + 1), zstandard.compress(b"") * (MOST_MEMBERS + 1)]
+    flood = [gzip.compress(b"") * (MAX_MEMBERS + 1), zstandard.compress(b"") * (MAX_MEMBERS + 1)]
     for encoding, body in zip(("gzip", "zstd"), flood, strict=True):
         with pytest.raises(Refusal) as refusal:
             read(body, encoding, cap=1 << 30, pieces=1 << 20, allow_zstd=True)
-        assert (refusal.value.status, str(MOST_MEMBERS) in refusal.value.detail) == (400, True)
+        assert (refusal.value.status, str(MAX_MEMBERS) in refusal.value.detail) == (400, True)
 
 
 @pytest.mark.parametrize(
