@@ -58,7 +58,7 @@ PAYLOAD_LOST = "payload_lost"
 """Quarantine reason of a group whose stored bytes are damaged or missing."""
 
 
-class Place(IntEnum):
+class GroupPlace(IntEnum):
     """Location of a group. Every stored group is in exactly one place."""
 
     QUEUE = 0
@@ -106,7 +106,7 @@ class GroupRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Unique number."""
     order: int
     """Position within its place; every move to a place gets a higher number."""
-    place: Place
+    place: GroupPlace
     """Current location."""
     env_id: int | None
     """Environment that pushed it; None if unknown."""
@@ -197,7 +197,7 @@ class ClosedLease(msgspec.Struct, frozen=True, array_like=True):
     """End in seconds since 1970."""
 
 
-class Replay(msgspec.Struct, frozen=True, array_like=True):
+class StoredReply(msgspec.Struct, frozen=True, array_like=True):
     """Stored answer for an idempotency key."""
 
     key: str
@@ -258,14 +258,14 @@ class RunRecord(msgspec.Struct, frozen=True, array_like=True):
         return self.step if self.policy_version is None else self.policy_version
 
 
-Record: TypeAlias = GroupRecord | EnvRecord | LeaseRecord | ClosedLease | Replay | RunRecord
+Record: TypeAlias = GroupRecord | EnvRecord | LeaseRecord | ClosedLease | StoredReply | RunRecord
 TABLES: dict[str, type] = {
     "run": RunRecord,
     "envs": EnvRecord,
     "groups": GroupRecord,
     "leases": LeaseRecord,
     "closed": ClosedLease,
-    "replays": Replay,
+    "replays": StoredReply,
 }
 """Record type of each table. Keys: "run", env_id, group id, lease_id, lease_id, key."""
 
@@ -283,7 +283,7 @@ def table_and_key(record: Record) -> tuple[str, int | str]:
             return "leases", record.lease_id
         case ClosedLease():
             return "closed", record.lease_id
-        case Replay():
+        case StoredReply():
             return "replays", record.key
 
 

@@ -12,21 +12,21 @@ from isal import isal_zlib
 
 from realhf.trajectory.records import (
     Encoding,
+    GroupPlace,
     GroupRecord,
     Incoming,
     Payload,
     PayloadRef,
-    Place,
     StateOptions,
 )
 from realhf.trajectory.state import delivery, push, registry
-from realhf.trajectory.state.engine import Engine
+from realhf.trajectory.state.engine import StateEngine
 from realhf.trajectory.state.server_state import TrajectoryState
-from realhf.trajectory.store.base import Changes, Store
+from realhf.trajectory.store.base import Changes, TrajectoryStore
 from realhf.web.refusal import Refusal
 from tests.trajectory.conftest import ENV, REGISTRATION
 
-AnyStore = TypeVar("AnyStore", bound=Store)
+AnyStore = TypeVar("AnyStore", bound=TrajectoryStore)
 
 
 class Driver:
@@ -100,9 +100,9 @@ async def opening(store: AnyStore) -> AnyStore:
     return store
 
 
-async def opened(store: Store, *, registered: bool = True, **options: Any) -> Engine:
+async def opened(store: TrajectoryStore, *, registered: bool = True, **options: Any) -> StateEngine:
     """An engine over a store, with a registered trainer unless told otherwise."""
-    engine = Engine(store, StateOptions(**options))
+    engine = StateEngine(store, StateOptions(**options))
     await engine.open()
     if registered:
         await engine.write(registry.register, REGISTRATION, False)
@@ -113,7 +113,7 @@ def incoming(data: bytes = b"x", size: int = 4) -> Incoming:
     return Incoming(data, Encoding.JSON, 7, isal_zlib.crc32(data), size, None, None)
 
 
-async def pushed(engine: Engine, *data: bytes, size: int = 4) -> list[PayloadRef]:
+async def pushed(engine: StateEngine, *data: bytes, size: int = 4) -> list[PayloadRef]:
     """Push a list of groups with these payloads; return where they lie."""
     refs = await engine.store.stage(data)
     await engine.write(push.push, [incoming(each, size) for each in data], refs, True)
@@ -125,7 +125,7 @@ def data(number: int, size: int = 1000) -> bytes:
 
 
 async def put(
-    store: Store, numbers: Iterable[int], size: int = 1000, **more: Any
+    store: TrajectoryStore, numbers: Iterable[int], size: int = 1000, **more: Any
 ) -> list[GroupRecord]:
     """Stage and commit groups with ids and payloads of these numbers."""
     contents = {number: data(number, size) for number in numbers}
@@ -135,7 +135,7 @@ async def put(
         for ref, content in zip(refs, contents.values(), strict=True)
     ]
     groups = [
-        GroupRecord(number, number, Place.QUEUE, None, 4, payload, 0, 1.5)
+        GroupRecord(number, number, GroupPlace.QUEUE, None, 4, payload, 0, 1.5)
         for number, payload in zip(contents, payloads, strict=True)
     ]
     await store.commit(Changes(rows={("groups", group.id): group for group in groups}, **more))

@@ -29,15 +29,15 @@ COMPRESS_FROM_BYTES = 1024
 _FLOATS = {"float16": "f2", "float32": "f4", "float64": "f8"}
 
 
-def choose_compression(wanted: str, url: str, *, binary: bool) -> str:
+def choose_compression(requested: str, url: str, *, binary: bool) -> str:
     """Return ``none``, ``gzip`` or ``zstd``. ``auto`` compresses over a network, but not on
     loopback, where copying is faster than any codec. Raises ValueError for anything else."""
-    if wanted not in COMPRESSIONS:
-        raise ValueError(f"compression is {wanted!r}; choose one of {', '.join(COMPRESSIONS)}")
-    if wanted == "zstd" and not binary:
+    if requested not in COMPRESSIONS:
+        raise ValueError(f"compression is {requested!r}; choose one of {', '.join(COMPRESSIONS)}")
+    if requested == "zstd" and not binary:
         raise ValueError("compression zstd needs the binary wire; JSON bodies take gzip")
-    if wanted != "auto":
-        return wanted
+    if requested != "auto":
+        return requested
     if is_loopback_host(urlsplit(url).hostname or ""):
         return "none"
     return "zstd" if binary else "gzip"

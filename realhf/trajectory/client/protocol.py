@@ -95,8 +95,8 @@ def retry_wait_s(attempt: int, response: Response) -> float:
     """Return the back-off after the ``attempt``-th failure in a row: exponential, with jitter, at
     least Retry-After."""
     backoff = min(_MAX_WAIT_S, _FIRST_WAIT_S * 2 ** min(attempt - 1, 10))
-    wanted = 0.0 if response.failure else retry_after_s(response.headers.get("retry-after"))
-    return max(wanted, backoff) * random.uniform(0.8, 1.2)
+    server_wait_s = 0.0 if response.failure else retry_after_s(response.headers.get("retry-after"))
+    return max(server_wait_s, backoff) * random.uniform(0.8, 1.2)
 
 
 def retry_after_s(text: str | None, now: Callable[[], float] = time.time) -> float:

@@ -305,7 +305,7 @@ class AsyncTrajectoryClient:
             "trainer_id": self.trainer_id,
         }
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
-        headers |= {name: "1" for name, wanted in (("X-Join", join), ("X-Reset", reset)) if wanted}
+        headers |= {name: "1" for name, is_set in (("X-Join", join), ("X-Reset", reset)) if is_set}
         response = await self._post("/register", registration, headers)
         number = field_of(json_object(response, self.url), "uuid", self.url)
         self._epoch = epoch_of(response)
@@ -472,8 +472,8 @@ class AsyncTrajectoryClient:
             wait = retry_wait_s(attempt, response)
             now = process_clock.now()
             if now + wait > began + self._retry_for_s:
-                tried = f"gave up after {attempt} attempts in {now - began:.1f} s"
-                raise Unreachable(self.url, f"{method} {path}: {response.cause}; {tried}")
+                attempts = f"gave up after {attempt} attempts in {now - began:.1f} s"
+                raise Unreachable(self.url, f"{method} {path}: {response.cause}; {attempts}")
             if attempt == 1 or now - last_log > _LOG_EVERY_S:
                 last_log = now
                 logger.warning(

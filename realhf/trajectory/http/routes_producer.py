@@ -15,7 +15,7 @@ from starlette.responses import Response
 from realhf.trajectory.http.service import (
     EnvIdentifier,
     RegisterEnv,
-    Service,
+    TrajectoryService,
     answer,
     idempotency,
     integer_header,
@@ -28,7 +28,7 @@ from realhf.web.bodies import BODY
 from realhf.web.refusal import Refusal
 
 
-def router(service: Service) -> APIRouter:
+def router(service: TrajectoryService) -> APIRouter:
     """Return the producer's endpoints of one service."""
     routes = APIRouter(tags=["environments"])
     engine = service.engine
@@ -96,7 +96,7 @@ def _env_id(request: Request) -> int:
         raise Refusal(422, problems(error.errors(), ["body" if body else "query"])) from None
 
 
-async def _push(service: Service, request: Request, *, listed: bool) -> Response:
+async def _push(service: TrajectoryService, request: Request, *, listed: bool) -> Response:
     with service.metrics.timed("push"):
         body = request.scope.get(BODY, b"")
         key, fingerprint = idempotency(request, body)
@@ -107,7 +107,7 @@ async def _push(service: Service, request: Request, *, listed: bool) -> Response
             int64=not service.engine.state.options.is_strict("bound_integers"),
             offload=service.offload,
         )
-        groups = _versioned(groups, integer_header(request, "x-policy-version"))
+        groups = _add_version(groups, integer_header(request, "x-policy-version"))
         refs = await service.engine.store.stage([group.data for group in groups])
         try:
             answered, headers = await service.engine.write(
@@ -121,7 +121,7 @@ async def _push(service: Service, request: Request, *, listed: bool) -> Response
         return answer(answered, headers)
 
 
-def _versioned(groups: list[Incoming], version: int | None) -> list[Incoming]:
+def _add_version(groups: list[Incoming], version: int | None) -> list[Incoming]:
     """Return the groups, with the version of the header where a group has none."""
     if version is None:
         return groups

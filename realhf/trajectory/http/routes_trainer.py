@@ -24,7 +24,7 @@ from realhf.trajectory.http.service import (
     Lease,
     PolicyVersion,
     Registration,
-    Service,
+    TrajectoryService,
     accepts_msgpack,
     answer,
     idempotency,
@@ -49,7 +49,7 @@ _NOT_REGISTERED = {
 }
 
 
-def router(service: Service) -> APIRouter:
+def router(service: TrajectoryService) -> APIRouter:
     """Return the trainer's endpoints of one service."""
     routes = APIRouter(tags=["trainers"])
     engine = service.engine
@@ -59,14 +59,14 @@ def router(service: Service) -> APIRouter:
         """Start a run, or continue the one of the same group, project and batch size. Another run
         is replaced. ``X-Join: 1`` joins any run, ``X-Reset: 1`` always starts a new one."""
         key, fingerprint = idempotency(request, request.scope.get(BODY, b""))
-        join, anew = (request.headers.get(name) == "1" for name in ("x-join", "x-reset"))
-        if join and anew:
+        join, force_new = (request.headers.get(name) == "1" for name in ("x-join", "x-reset"))
+        if join and force_new:
             raise invalid(["header", "x-reset"], "X-Join and X-Reset contradict each other")
         options = (
             registration.model_dump(),
             join,
             may_reset(service, request),
-            anew,
+            force_new,
             _identity(request),
         )
         (body, headers), _ = await engine.write(
@@ -143,9 +143,11 @@ def _pull_request(request: Request) -> PullRequest:
     )
 
 
-async def _respond(service: Service, request: Request, batch: LeasedBatch) -> BatchResponse:
+async def _respond(
+    service: TrajectoryService, request: Request, batch: LeasedBatch
+) -> BatchResponse:
     """Read and encode a leased batch; a failure before it is sent returns the batch."""
-    msgpack, coding = _accepted(request)
+    msgpack, coding = _accepted_encoding(request)
     try:
         payloads = [group.payload for group in batch.groups]
         data = await service.engine.store.read(payloads)
@@ -180,7 +182,7 @@ async def _respond(service: Service, request: Request, batch: LeasedBatch) -> Ba
     return BatchResponse(pieces, headers, report)
 
 
-def _accepted(request: Request) -> tuple[bool, str]:
+def _accepted_encoding(request: Request) -> tuple[bool, str]:
     """Return whether the client accepts MessagePack, and the content coding that it accepts."""
     codings = request.headers.get("accept-encoding", "").lower()
     msgpack = accepts_msgpack(request)
@@ -213,24 +215,24 @@ class BatchResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the pieces, then report."""
-        gone = asyncio.ensure_future(_until_gone(receive))
+        disconnected = asyncio.ensure_future(_until_gone(receive))
         sent = False
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self._headers})
-            for piece in _coalesced(self._pieces):
-                if gone.done():
+            for piece in _merge_pieces(self._pieces):
+                if disconnected.done():
                     return
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": True})
             await asyncio.sleep(0)
-            sent = not gone.done()
+            sent = not disconnected.done()
         finally:
-            gone.cancel()
+            disconnected.cancel()
             self._report(sent)
         if sent:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         with suppress(asyncio.CancelledError):
-            await gone
+            await disconnected
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -238,7 +240,7 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-def _coalesced(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+def _merge_pieces(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
     """Join small pieces and pass large ones as they are."""
     waiting: list[bytes | memoryview] = []
     size = 0

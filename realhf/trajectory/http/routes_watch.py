@@ -11,7 +11,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from starlette.responses import PlainTextResponse, Response
 
-from realhf.trajectory.http.service import Requeue, Service, accepts_msgpack, answer, may_reset
+from realhf.trajectory.http.service import (
+    Requeue,
+    TrajectoryService,
+    accepts_msgpack,
+    answer,
+    may_reset,
+)
 from realhf.trajectory.state import quarantine, registry, views
 from realhf.trajectory.store.base import StoreFailure
 from realhf.trajectory.wire.encode import encode_group
@@ -24,7 +30,7 @@ _NO_EXAMPLE = (
 )  # fmt: skip
 
 
-def router(service: Service) -> APIRouter:
+def router(service: TrajectoryService) -> APIRouter:
     """Return the endpoints that any token may read, and those of the administrator."""
     routes = APIRouter(tags=["server"])
     engine = service.engine
@@ -43,7 +49,10 @@ def router(service: Service) -> APIRouter:
         views.leases,
     ):
         routes.add_api_route(
-            f"/{view.__name__}", _shown(service, view), name=view.__name__, description=view.__doc__
+            f"/{view.__name__}",
+            _view_route(service, view),
+            name=view.__name__,
+            description=view.__doc__,
         )
 
     @routes.get("/quarantine")
@@ -116,8 +125,8 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-def _shown(
-    service: Service, view: Callable[..., dict[str, Any]]
+def _view_route(
+    service: TrajectoryService, view: Callable[..., dict[str, Any]]
 ) -> Callable[[], Awaitable[Response]]:
     async def show() -> Response:
         return answer(await service.engine.read(view))

@@ -31,7 +31,7 @@ from realhf.trajectory.http import routes_producer, routes_trainer, routes_watch
 from realhf.trajectory.http.auth import error_body, guard_rules, route_path
 from realhf.trajectory.http.config import TrajectoryConfig
 from realhf.trajectory.http.routes_trainer import DRAINED
-from realhf.trajectory.http.service import Service
+from realhf.trajectory.http.service import TrajectoryService
 from realhf.trajectory.store.base import StoreFailure
 from realhf.trajectory.wire.encode import GZIP_FROM_BYTES
 from realhf.trajectory.wire.intake import is_msgpack
@@ -126,10 +126,10 @@ class CompressMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request, through gzip unless it is for a batch."""
-        chosen = (
+        compressor = (
             self._app if scope["type"] != "http" or route_path(scope) == "/batch" else self._gzip
         )
-        await chosen(scope, receive, send)
+        await compressor(scope, receive, send)
 
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ class TrajectoryApp(FastAPI):
 def create_app(config: TrajectoryConfig) -> FastAPI:
     """Return the application of one configuration; its store opens at the start. Raises
     SettingError."""
-    service = Service(config)
+    service = TrajectoryService(config)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -214,7 +214,7 @@ def create_app(config: TrajectoryConfig) -> FastAPI:
     return app
 
 
-def _middlewares(service: Service) -> list[Middleware]:
+def _middlewares(service: TrajectoryService) -> list[Middleware]:
     config = service.config
     body_rules = BodyRules(config.max_body_bytes, error_body, service.bodies, zstd_types=is_msgpack)
     return [
@@ -233,7 +233,7 @@ def _middlewares(service: Service) -> list[Middleware]:
     ]
 
 
-def _handle_errors(app: FastAPI, service: Service) -> None:
+def _handle_errors(app: FastAPI, service: TrajectoryService) -> None:
     @app.exception_handler(Refusal)
     async def refused(request: Request, error: Refusal) -> Response:
         if error.status == 503:

@@ -27,7 +27,7 @@ from realhf.trajectory.http.auth import ROLES, Role
 from realhf.trajectory.http.config import TrajectoryConfig
 from realhf.trajectory.records import GroupRecord, invalid
 from realhf.trajectory.state import registry, views
-from realhf.trajectory.state.engine import Engine
+from realhf.trajectory.state.engine import StateEngine
 from realhf.trajectory.store.base import PayloadLost
 from realhf.trajectory.store.open import open_store
 from realhf.trajectory.wire.intake import MSGPACK_TYPES, Offload
@@ -37,7 +37,7 @@ from realhf.web.settings import SettingError
 logger = logging.getLogger(__name__)
 
 
-class Service:
+class TrajectoryService:
     """Engine, parser process and metrics of one configuration."""
 
     def __init__(self, config: TrajectoryConfig) -> None:
@@ -46,7 +46,7 @@ class Service:
             store = open_store(config.store, durable=config.durable)
         except ValueError as error:
             raise SettingError(str(error)) from error
-        self.engine = Engine(store, config)
+        self.engine = StateEngine(store, config)
         self.offload = Offload()
         self.bodies = BodyBudget(config.all_bodies_bytes)
         self.metrics = Metrics(self.engine, self.bodies)
@@ -99,7 +99,7 @@ def accepts_msgpack(request: Request) -> bool:
     return any(kind in kinds for kind in MSGPACK_TYPES)
 
 
-def may_reset(service: Service, request: Request) -> bool:
+def may_reset(service: TrajectoryService, request: Request) -> bool:
     """Return whether the client may end the current run."""
     resets = service.config.resets
     return resets == "open" or (resets == "token" and Role.ADMIN in request.scope[ROLES])
@@ -215,7 +215,7 @@ class Metrics(Collector):
     """Metrics: latency by kind of request and event-loop lag, and values read from the engine's
     state."""
 
-    def __init__(self, engine: Engine, bodies: BodyBudget) -> None:
+    def __init__(self, engine: StateEngine, bodies: BodyBudget) -> None:
         self._engine, self._bodies, self._process = engine, bodies, psutil.Process()
         self._registry = CollectorRegistry()
         self._latency = Histogram(
@@ -281,7 +281,7 @@ class Metrics(Collector):
         yield self._by_env("queue_sequences", "sequences queued", state.queue.env_sequences())
         yield self._by_env("buffered_groups", "groups in the mix buffer", buffered)
         reasons = Tally(group.reason for group in state.quarantine.values())
-        yield _labelled(
+        yield _labelled_family(
             GaugeMetricFamily, "quarantined_groups", "groups in quarantine", "reason", reasons
         )
         gauges = {
@@ -311,7 +311,7 @@ class Metrics(Collector):
             for name, value in counters.items()
             if name.startswith("null:")
         }
-        yield _labelled(
+        yield _labelled_family(
             CounterMetricFamily, "null_batches", "pulls without a batch", "reason", nulls
         )
 
@@ -321,10 +321,10 @@ class Metrics(Collector):
         by_name = Tally[str]()
         for env_id, value in values.items():
             by_name[envs[env_id].name if env_id in envs else "none"] += value
-        return _labelled(GaugeMetricFamily, name, about, "env", by_name)
+        return _labelled_family(GaugeMetricFamily, name, about, "env", by_name)
 
 
-def _labelled(
+def _labelled_family(
     kind: type[GaugeMetricFamily | CounterMetricFamily],
     name: str,
     about: str,

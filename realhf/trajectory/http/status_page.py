@@ -15,7 +15,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from realhf.trajectory.http.auth import PAGE_PATH, UI_FILES
-from realhf.trajectory.http.service import Service, answer
+from realhf.trajectory.http.service import TrajectoryService, answer
 from realhf.trajectory.records import STRICT_ROWS, GroupRecord
 from realhf.trajectory.state import views
 from realhf.trajectory.state.server_state import TrajectoryState
@@ -31,7 +31,7 @@ _MAX_SEQUENCES = 4
 _MAX_TOKENS = 2000
 
 
-def router(service: Service) -> APIRouter:
+def router(service: TrajectoryService) -> APIRouter:
     """Serve /ui and the data that it shows."""
     routes = APIRouter(tags=["server"])
 
@@ -44,8 +44,8 @@ def router(service: Service) -> APIRouter:
     async def data() -> Response:
         """Return the data that the status page shows."""
         engine = service.engine
-        body = await engine.read(_overview)
-        body["example"] = await _example(await service.latest(), service.config.tokenizer)
+        body = await engine.read(_summarize_state)
+        body["example"] = await _summarize_group(await service.latest(), service.config.tokenizer)
         return answer(
             body | {"store": engine.store.name, "strict": service.config.is_strict(*STRICT_ROWS)}
         )
@@ -88,7 +88,7 @@ def _text(tokenizer: str, tokens: list[int]) -> str | None:
     return _tokenizer(tokenizer).decode(ids, skip_special_tokens=False) if tokenizer else None
 
 
-def _overview(state: TrajectoryState, now: float) -> dict[str, Any]:
+def _summarize_state(state: TrajectoryState, now: float) -> dict[str, Any]:
     run = state.run
     counters = state.counters
     return {
@@ -111,7 +111,7 @@ def _overview(state: TrajectoryState, now: float) -> dict[str, Any]:
     }
 
 
-async def _example(
+async def _summarize_group(
     latest: tuple[GroupRecord, bytes] | None, tokenizer: str
 ) -> dict[str, Any] | None:
     """Summarise the latest group: scores, lengths, and texts if a tokenizer is configured."""

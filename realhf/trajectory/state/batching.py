@@ -15,7 +15,7 @@ from itertools import count, islice, repeat, takewhile
 from math import ceil, floor, lcm
 from typing import Any
 
-from realhf.trajectory.records import Encoding, GroupRecord, Payload, Place
+from realhf.trajectory.records import Encoding, GroupPlace, GroupRecord, Payload
 from realhf.trajectory.state.queue_index import Lane, QueueIndex, Unit
 
 
@@ -56,8 +56,8 @@ class Ledger:
 
     def time(self, key: int | None) -> float:
         """Return the virtual time of an account, including the charges of this batch."""
-        found = self.times.get(key)
-        return self.fair.times.get(key, 0.0) if found is None else found
+        time = self.times.get(key)
+        return self.fair.times.get(key, 0.0) if time is None else time
 
     def charge(self, env_id: int | None, sequences: int) -> None:
         """Charge an environment for sequences taken from it."""
@@ -196,41 +196,49 @@ def select_exact(index: QueueIndex, batch_size: int, fair: FairShare) -> Selecte
             sum(sum(map(len, by_size[size])) // (unit // size) for size in sizes) * unit
             >= batch_size
         ):
-            sources = (source for size in sizes for source in _sources(by_size[size], unit // size))
-            return _draw(sources, batch_size // unit, Ledger(fair))
+            sources = (
+                source for size in sizes for source in _list_sources(by_size[size], unit // size)
+            )
+            return _draw_batch(sources, batch_size // unit, Ledger(fair))
         sizes.pop()
     return NotSelected("no_complete_packs")
 
 
-def _sources(lanes: Sequence[Lane], length: int) -> Iterator[Iterator[Pack]]:
+def _list_sources(lanes: Sequence[Lane], length: int) -> Iterator[Iterator[Pack]]:
     """Yield sources of packs: first packs of single environments, then shared packs of the
     remaining units of several."""
-    left = []
+    remainders = []
     for lane in lanes:
-        own, rest = divmod(len(lane), length)
-        if own:
-            yield (pack for pack, _ in zip(chunks(lane, length), repeat(None, own), strict=False))
-        left.append((lane, rest))
-    if sum(rest for _, rest in left) >= length:
+        pack_count, remainder = divmod(len(lane), length)
+        if pack_count:
+            yield (
+                pack
+                for pack, _ in zip(chunks(lane, length), repeat(None, pack_count), strict=False)
+            )
+        remainders.append((lane, remainder))
+    if sum(remainder for _, remainder in remainders) >= length:
         yield chunks(
-            heapq.merge(*(lane.newest(rest) for lane, rest in left), key=lambda unit: unit.order),
+            heapq.merge(
+                *(lane.newest(remainder) for lane, remainder in remainders),
+                key=lambda unit: unit.order,
+            ),
             length,
         )
 
 
-def _draw(sources: Iterator[Iterator[Pack]], packs: int, ledger: Ledger) -> Selected:
+def _draw_batch(sources: Iterator[Iterator[Pack]], packs: int, ledger: Ledger) -> Selected:
     draw = FairDraw(ledger)
-    chosen = []
+    selected = []
     for source in sources:
         draw.offer(source)
     for _ in range(packs):
-        drawn = draw.draw()
-        assert drawn is not None, "the packs were counted before"
-        pack, source = drawn
+        draw_result = draw.draw()
+        assert draw_result is not None, "the packs were counted before"
+        pack, source = draw_result
         draw.charge(pack)
         draw.offer(source)
-        chosen.append(pack)
-    return build_selection(chosen, ledger)
+        selected.append(pack)
+    return build_selection(selected, ledger)
 
 
 Minimums = Sequence[tuple[int, float]]
@@ -292,8 +300,8 @@ def _complete_units(index: QueueIndex, sizes: Sequence[int], batch_size: int) ->
         if size in sizes:
             complete = len(lane) - len(lane) % (unit // size)
             if complete:
-                taken = min(complete, batch_size // size)
-                lanes.setdefault(env_id, {})[size] = list(islice(lane, taken))
+                unit_count = min(complete, batch_size // size)
+                lanes.setdefault(env_id, {})[size] = list(islice(lane, unit_count))
     return lanes
 
 
@@ -307,20 +315,20 @@ class _Attempt:
     """Accounts of this attempt."""
     lanes: Lanes
     """Units by environment and size; they are removed when they are chosen."""
-    chosen: list[Pack] = field(default_factory=list)
+    selected: list[Pack] = field(default_factory=list)
     """Packs chosen so far."""
-    taken: dict[int | None, int] = field(default_factory=dict)
+    taken_by_env: dict[int | None, int] = field(default_factory=dict)
     """Sequences taken from each environment."""
     room: int = field(init=False)
     """Sequences that are still missing."""
-    left: Counter[int] = field(default_factory=Counter)
+    remaining: Counter[int] = field(default_factory=Counter)
     """Units by size that are not chosen yet."""
 
     def __post_init__(self) -> None:
         self.room = self.batch_size
         for lanes in self.lanes.values():
             for size, units in lanes.items():
-                self.left[size] += len(units)
+                self.remaining[size] += len(units)
 
     def run(self, need: dict[int, int], recheck: bool) -> Selected | NotSelected:
         """Take the minimum of every environment in ``need``, then fill the batch."""
@@ -328,20 +336,25 @@ class _Attempt:
             if env_id not in self.lanes:
                 return NotSelected(f"min_unmet:{env_id}")
         need = self._scale_needs(need)
-        later = sum(need.values())
-        for env_id, wanted in need.items():
-            later -= wanted
-            self._take_minimum(env_id, wanted, later)
+        reserved = sum(need.values())
+        for env_id, required in need.items():
+            reserved -= required
+            self._take_minimum(env_id, required, reserved)
         self._fill()
-        short = next(
-            (env_id for env_id, wanted in need.items() if self.taken.get(env_id, 0) < wanted), None
+        unmet = next(
+            (
+                env_id
+                for env_id, required in need.items()
+                if self.taken_by_env.get(env_id, 0) < required
+            ),
+            None,
         )
-        if short is not None and recheck:
-            return NotSelected(f"min_unmet:{short}")
+        if unmet is not None and recheck:
+            return NotSelected(f"min_unmet:{unmet}")
         return (
             NotSelected("no_complete_packs")
             if self.room
-            else build_selection(self.chosen, self.ledger)
+            else build_selection(self.selected, self.ledger)
         )
 
     def _scale_needs(self, need: dict[int, int]) -> dict[int, int]:
@@ -349,20 +362,20 @@ class _Attempt:
         if total <= self.batch_size:
             return need
         return {
-            env_id: max(min(self.lanes[env_id]), wanted * self.batch_size // total)
-            for env_id, wanted in need.items()
+            env_id: max(min(self.lanes[env_id]), required * self.batch_size // total)
+            for env_id, required in need.items()
         }
 
-    def _take_minimum(self, env_id: int, wanted: int, later: int) -> None:
-        """Choose the oldest units of one environment until it has its minimum; ``later`` sequences
-        stay free for the others."""
+    def _take_minimum(self, env_id: int, required: int, reserved: int) -> None:
+        """Choose the oldest units of one environment until it has its minimum; ``reserved``
+        sequences stay free for the others."""
         lanes = self.lanes[env_id]
         heads = [(units[0].order, size, 0) for size, units in lanes.items()]
         heapq.heapify(heads)
         used = dict.fromkeys(lanes, 0)
-        while heads and self.taken.get(env_id, 0) < wanted:
+        while heads and self.taken_by_env.get(env_id, 0) < required:
             _, size, position = heapq.heappop(heads)
-            if self.room - size < later or not self._can_fill_after(size):
+            if self.room - size < reserved or not self._can_fill_after(size):
                 continue
             self._choose([lanes[size][position]])
             used[size] = position + 1
@@ -376,9 +389,9 @@ class _Attempt:
         draw = FairDraw(self.ledger)
         for lanes in self.lanes.values():
             for units in lanes.values():
-                draw.offer(_single(units))
-        while self.room and (drawn := draw.draw()):
-            pack, source = drawn
+                draw.offer(_single_packs(units))
+        while self.room and (draw_result := draw.draw()):
+            pack, source = draw_result
             if not self._can_fill_after(pack[0].size):
                 draw.skip(pack)
                 continue
@@ -392,33 +405,33 @@ class _Attempt:
         room = self.room - size
         if room < 0:
             return False
-        left = dict(self.left)
-        left[size] -= 1
-        smallest = min(left)
-        if room % smallest == 0 and left[smallest] * smallest >= room:
+        remaining = dict(self.remaining)
+        remaining[size] -= 1
+        smallest = min(remaining)
+        if room % smallest == 0 and remaining[smallest] * smallest >= room:
             return True
         reachable = 1
         mask = (1 << (room + 1)) - 1
-        for other, number in left.items():
+        for other_size, number in remaining.items():
             step = 1
             while number > 0:
                 step = min(step, number)
-                reachable |= reachable << (other * step) & mask
+                reachable |= reachable << (other_size * step) & mask
                 number = number - step
                 step = step * 2
         return bool(reachable >> room & 1)
 
     def _choose(self, pack: Pack, charge: bool = True) -> None:
         for unit in pack:
-            self.left[unit.size] -= 1
+            self.remaining[unit.size] -= 1
             if charge:
                 self.ledger.charge(unit.env_id, unit.size)
             self.room -= unit.size
-            self.taken[unit.env_id] = self.taken.get(unit.env_id, 0) + unit.size
-        self.chosen.append(pack)
+            self.taken_by_env[unit.env_id] = self.taken_by_env.get(unit.env_id, 0) + unit.size
+        self.selected.append(pack)
 
 
-def _single(units: Sequence[Unit]) -> Iterator[Pack]:
+def _single_packs(units: Sequence[Unit]) -> Iterator[Pack]:
     return ([unit] for unit in units)
 
 
@@ -482,13 +495,13 @@ def select_strict_with_minimums(
     chosen: list[Unit] = []
     for env_id, wanted in need.items():
         own = [
-            chunks(_complete_part(lane, largest // size), largest // size)
+            chunks(_take_complete(lane, largest // size), largest // size)
             for (env, size), lane in lanes.items()
             if env == env_id
         ]
         first = len(chosen)
         got = 0
-        for unit in (unit for pack in _by_completion(own) for unit in pack):
+        for unit in (unit for pack in _merge_by_completion(own) for unit in pack):
             if got >= wanted or not room:
                 break
             if unit.size <= room:
@@ -500,10 +513,10 @@ def select_strict_with_minimums(
     taken = {unit.order for unit in chosen}
     rest = heapq.merge(
         *(
-            islice(_complete_part(lane, largest // size), 2 * batch_size // size)
+            islice(_take_complete(lane, largest // size), 2 * batch_size // size)
             for (_, size), lane in lanes.items()
         ),
-        key=_order,
+        key=_unit_order,
     )
     for unit in (unit for unit in rest if unit.order not in taken):
         if not room:
@@ -516,19 +529,19 @@ def select_strict_with_minimums(
     return NotSelected("no_complete_packs") if room else _select_units(chosen, ledger)
 
 
-def _order(unit: Unit) -> int:
+def _unit_order(unit: Unit) -> int:
     return unit.order
 
 
 def _merge_lanes(lanes: list[Lane]) -> Iterator[Unit]:
-    return heapq.merge(*lanes, key=_order)
+    return heapq.merge(*lanes, key=_unit_order)
 
 
-def _complete_part(lane: Lane, length: int) -> Iterator[Unit]:
+def _take_complete(lane: Lane, length: int) -> Iterator[Unit]:
     return islice(lane, len(lane) - len(lane) % length)
 
 
-def _by_completion(sources: list[Iterator[Pack]]) -> Iterator[Pack]:
+def _merge_by_completion(sources: list[Iterator[Pack]]) -> Iterator[Pack]:
     return heapq.merge(*sources, key=lambda pack: pack[-1].order)
 
 
@@ -536,7 +549,7 @@ def _draw_packs(sources: list[Iterator[Pack]], ledger: Ledger, arrival: bool) ->
     """Yield packs in the order of completion, or by weight if that row of the strict switch is
     off."""
     if arrival:
-        for pack in _by_completion(sources):
+        for pack in _merge_by_completion(sources):
             for unit in pack:
                 ledger.charge(unit.env_id, unit.size)
             yield pack
@@ -580,7 +593,7 @@ def select_batch(
         if find_size_problem(size, batch_size, strict) is None:
             index.add(
                 GroupRecord(
-                    order, order, Place.QUEUE, group.get("env_id"), size, _NO_PAYLOAD, 0, 0.0
+                    order, order, GroupPlace.QUEUE, group.get("env_id"), size, _NO_PAYLOAD, 0, 0.0
                 )
             )
     if batch_size < 1:

@@ -16,10 +16,10 @@ import msgspec
 from realhf.trajectory.records import (
     PAYLOAD_LOST,
     ClosedLease,
+    GroupPlace,
     GroupRecord,
     LeaseRecord,
     PayloadRef,
-    Place,
 )
 from realhf.trajectory.state.batching import (
     FairShare,
@@ -172,7 +172,7 @@ def isolate_lost(
             state.put(
                 "groups",
                 group.id,
-                msgspec.structs.replace(group, place=Place.QUEUE, order=state.next_order()),
+                msgspec.structs.replace(group, place=GroupPlace.QUEUE, order=state.next_order()),
             )
 
 
@@ -269,13 +269,13 @@ def _redeliver(
 def _lease_groups(
     state: TrajectoryState, now: float, groups: list[GroupRecord], request: PullRequest
 ) -> LeasedBatch:
-    taken = [
-        msgspec.structs.replace(group, place=Place.LEASED, bundle=None, reason="")
+    groups_taken = [
+        msgspec.structs.replace(group, place=GroupPlace.LEASED, bundle=None, reason="")
         for group in groups
     ]
-    for group in taken:
+    for group in groups_taken:
         state.put("groups", group.id, group)
-    batch = _hand_out(state, now, request, uuid.uuid4().hex, state.run.step, taken, 0)
+    batch = _hand_out(state, now, request, uuid.uuid4().hex, state.run.step, groups_taken, 0)
     state.put_run(msgspec.structs.replace(state.run, step=batch.step + 1))
     state.counters["formed"] += 1
     return batch

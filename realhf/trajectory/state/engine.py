@@ -19,7 +19,13 @@ from realhf.base import process_clock
 from realhf.trajectory.records import StateOptions
 from realhf.trajectory.state import maintenance, registry
 from realhf.trajectory.state.server_state import TrajectoryState
-from realhf.trajectory.store.base import OutcomeUnknown, Snapshot, StateLost, Store, StoreFailure
+from realhf.trajectory.store.base import (
+    OutcomeUnknown,
+    Snapshot,
+    StateLost,
+    StoreFailure,
+    TrajectoryStore,
+)
 from realhf.web.refusal import Refusal
 
 logger = logging.getLogger(__name__)
@@ -68,11 +74,13 @@ class SteadyClock:
         self._offset = max(self._offset, last - process_clock.now())
 
 
-class Engine:
+class StateEngine:
     """Runs one state on one store. ``write`` and ``read`` must be called on the event loop that
     called ``open``."""
 
-    def __init__(self, store: Store, options: StateOptions, *, tidy_every_s: float = 2.0) -> None:
+    def __init__(
+        self, store: TrajectoryStore, options: StateOptions, *, tidy_every_s: float = 2.0
+    ) -> None:
         self.store = store
         self.state = TrajectoryState(options)
         self.epoch = self.state.run.epoch

@@ -19,7 +19,7 @@ from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.trajectory.store.segments import SegmentFile, Segments
 
 if TYPE_CHECKING:
-    from realhf.trajectory.state.engine import Engine
+    from realhf.trajectory.state.engine import StateEngine
 
 logger = logging.getLogger(__name__)
 NAMES_KEPT = 256
@@ -111,7 +111,7 @@ def _finished_leases(state: TrajectoryState, now: float) -> Iterator[LeaseRecord
             yield lease
 
 
-async def compact(engine: Engine) -> int:
+async def compact(engine: StateEngine) -> int:
     """Return the unused space of sparse payload files to the disk, and the number of bytes freed.
     Cheap while there is nothing to gain. Raises StoreFailure."""
     store = engine.store

@@ -11,7 +11,14 @@ from typing import Any
 
 import msgspec
 
-from realhf.trajectory.records import EnvRecord, GroupRecord, Incoming, Payload, PayloadRef, Place
+from realhf.trajectory.records import (
+    EnvRecord,
+    GroupPlace,
+    GroupRecord,
+    Incoming,
+    Payload,
+    PayloadRef,
+)
 from realhf.trajectory.state.quarantine import isolate, make_room, unservable_reason
 from realhf.trajectory.state.registry import Answer, check_epoch, heartbeat, run_once
 from realhf.trajectory.state.server_state import TrajectoryState
@@ -109,7 +116,7 @@ def _route(
     )
     env = None if incoming.env_id is None else state.envs.get(incoming.env_id)
     group = GroupRecord(
-        state.next_id(), 0, Place.QUEUE, incoming.env_id, incoming.size, payload, version, now
+        state.next_id(), 0, GroupPlace.QUEUE, incoming.env_id, incoming.size, payload, version, now
     )
     _catch_up_clock(state, env)
     if env is None or incoming.size == max(1, env.group_size):
@@ -155,7 +162,7 @@ def _buffer(state: TrajectoryState, group: GroupRecord, env: EnvRecord, reasons:
     state.put(
         "groups",
         group.id,
-        msgspec.structs.replace(group, place=Place.BUFFER, order=state.next_order()),
+        msgspec.structs.replace(group, place=GroupPlace.BUFFER, order=state.next_order()),
     )
     waiting = list(state.buffers[env.env_id].values())
     target = max(1, env.group_size)
@@ -192,7 +199,7 @@ def _enqueue(state: TrajectoryState, members: list[GroupRecord], *, bundled: boo
         order = state.next_order()
         first = order if first is None else first
         bundle = (first, len(members)) if bundled else None
-        member = msgspec.structs.replace(member, place=Place.QUEUE, order=order, bundle=bundle)
+        member = msgspec.structs.replace(member, place=GroupPlace.QUEUE, order=order, bundle=bundle)
         state.put("groups", member.id, member)
         state.put_run(msgspec.structs.replace(state.run, latest=member))
 

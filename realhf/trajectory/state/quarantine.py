@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from realhf.trajectory.records import PAYLOAD_LOST, GroupRecord, Place
+from realhf.trajectory.records import PAYLOAD_LOST, GroupPlace, GroupRecord
 from realhf.trajectory.state.batching import find_size_problem
 from realhf.trajectory.state.server_state import TrajectoryState
 
@@ -34,7 +34,7 @@ def isolate(state: TrajectoryState, group: GroupRecord, reason: str) -> None:
         "groups",
         group.id,
         msgspec.structs.replace(
-            group, place=Place.QUARANTINE, order=state.next_order(), bundle=None, reason=reason
+            group, place=GroupPlace.QUARANTINE, order=state.next_order(), bundle=None, reason=reason
         ),
     )
     state.counters[f"quarantined:{reason}"] += 1
@@ -88,7 +88,7 @@ def reconsider_queue(state: TrajectoryState) -> None:
     for group in [
         group
         for group in state.groups.values()
-        if group.place is Place.QUEUE and group.bundle is None
+        if group.place is GroupPlace.QUEUE and group.bundle is None
     ]:
         reason = unservable_reason(state, group.size)
         if reason:
@@ -100,7 +100,7 @@ def requeue(state: TrajectoryState, now: float, ids: list[int]) -> dict[str, Any
     answer lists them."""
     requeued = []
     unknown = []
-    refused = {}
+    rejected = {}
     for key in ids:
         group = state.quarantine.get(key)
         if group is None:
@@ -108,17 +108,17 @@ def requeue(state: TrajectoryState, now: float, ids: list[int]) -> dict[str, Any
             continue
         reason = unservable_reason(state, group.size) or _staleness_reason(state, group)
         if reason:
-            refused[str(key)] = reason
+            rejected[str(key)] = reason
             continue
         state.put(
             "groups",
             key,
             msgspec.structs.replace(
-                group, place=Place.QUEUE, order=state.next_order(), reason="", arrived_at=now
+                group, place=GroupPlace.QUEUE, order=state.next_order(), reason="", arrived_at=now
             ),
         )
         requeued.append(key)
-    return {"requeued": requeued, "unknown": unknown, "refused": refused}
+    return {"requeued": requeued, "unknown": unknown, "refused": rejected}
 
 
 def _staleness_reason(state: TrajectoryState, group: GroupRecord) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from realhf.trajectory.records import EnvRecord, Replay, RunRecord
+from realhf.trajectory.records import EnvRecord, RunRecord, StoredReply
 from realhf.trajectory.state import quarantine
 from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.web.refusal import Refusal
@@ -158,12 +158,12 @@ def register_env(state: TrajectoryState, now: float, request: Mapping[str, Any])
     if not run.started:
         return NotYet({"status": "wait for trainer to start"}, {})
     env_id = max(state.envs, default=-1) + 1
-    wanted = request["desired_name"]
-    names = [env.name for env in state.envs.values() if env.desired_name == wanted]
-    name = f"{wanted}_{int(names[-1].rpartition('_')[2]) + 1 if names else 0}"  # older ones may have expired
+    requested = request["desired_name"]
+    names = [env.name for env in state.envs.values() if env.desired_name == requested]
+    name = f"{requested}_{int(names[-1].rpartition('_')[2]) + 1 if names else 0}"  # older ones may have expired
     env = EnvRecord(
         env_id,
-        wanted,
+        requested,
         name,
         request["max_token_length"],
         request["weight"],
@@ -358,7 +358,7 @@ def run_once(
     if isinstance(answer, NotYet):
         return answer, False
     body, headers = answer
-    state.put("replays", key, Replay(key, fingerprint, encode_body(body), headers, now))
+    state.put("replays", key, StoredReply(key, fingerprint, encode_body(body), headers, now))
     return (body, headers), False
 
 

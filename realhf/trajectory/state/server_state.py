@@ -17,13 +17,13 @@ from realhf.trajectory.records import (
     TABLES,
     ClosedLease,
     EnvRecord,
+    GroupPlace,
     GroupRecord,
     LeaseRecord,
-    Place,
     Record,
-    Replay,
     RunRecord,
     StateOptions,
+    StoredReply,
     table_and_key,
 )
 from realhf.trajectory.state.queue_index import QueueIndex
@@ -65,7 +65,7 @@ class TrajectoryState:
         self.groups: dict[int, GroupRecord] = self.tables["groups"]
         self.leases: dict[str, LeaseRecord] = self.tables["leases"]
         self.closed: dict[str, ClosedLease] = self.tables["closed"]
-        self.replays: dict[str, Replay] = self.tables["replays"]
+        self.replays: dict[str, StoredReply] = self.tables["replays"]
         self.queue = QueueIndex()
         self.with_stale = QueueIndex()
         self.stale: dict[int, GroupRecord] = {}
@@ -154,10 +154,10 @@ class TrajectoryState:
 
     def clear(self, run: RunRecord) -> None:
         """Empty all tables and start again with ``run``."""
-        kept = None if run.latest is None else run.latest.id
-        refs = [group.payload.ref for group in self.groups.values() if group.id != kept]
+        kept_id = None if run.latest is None else run.latest.id
+        refs = [group.payload.ref for group in self.groups.values() if group.id != kept_id]
         latest = self.run.latest
-        if latest is not None and latest.id not in self.groups and latest.id != kept:
+        if latest is not None and latest.id not in self.groups and latest.id != kept_id:
             refs.append(latest.payload.ref)
         next_id = self._next_id
         next_order = self._next_order
@@ -200,9 +200,9 @@ class TrajectoryState:
                 elif key in self.tables[table]:
                     self.delete(table, key)
                 touched.add(table)
-                if isinstance(old, GroupRecord) and old.place is Place.BUFFER:
+                if isinstance(old, GroupRecord) and old.place is GroupPlace.BUFFER:
                     touched.add(old.env_id)
-                if isinstance(old, GroupRecord) and old.place is Place.QUARANTINE:
+                if isinstance(old, GroupRecord) and old.place is GroupPlace.QUARANTINE:
                     touched.add("quarantine")
         finally:
             self._recording = True
@@ -276,7 +276,7 @@ class TrajectoryState:
         while self._versions and self._versions[0][0] < oldest and len(stale) < limit:
             _, order, key = heapq.heappop(self._versions)
             group = self.groups.get(key)
-            if group is not None and group.place is Place.QUEUE and group.order == order:
+            if group is not None and group.place is GroupPlace.QUEUE and group.order == order:
                 stale.append(group)
         return stale, bool(self._versions) and self._versions[0][0] < oldest
 
@@ -294,14 +294,14 @@ class TrajectoryState:
     def _enter(self, group: GroupRecord) -> None:
         self._next_id = max(self._next_id, group.id)
         self._next_order = max(self._next_order, group.order)
-        if group.place is Place.QUARANTINE:
+        if group.place is GroupPlace.QUARANTINE:
             self.quarantine[group.id] = group
             self.quarantine_bytes += group.payload.nbytes
             return
         self.waiting_bytes += group.payload.nbytes
-        if group.place is Place.LEASED:
+        if group.place is GroupPlace.LEASED:
             self.leased_groups += 1
-        elif group.place is Place.BUFFER:
+        elif group.place is GroupPlace.BUFFER:
             self.buffers.setdefault(group.env_id, {})[group.id] = group
         elif group.reason:
             self.stale[group.id] = group
@@ -314,14 +314,14 @@ class TrajectoryState:
                 heapq.heappush(self._versions, (group.policy_version, group.order, group.id))
 
     def _leave(self, group: GroupRecord) -> None:
-        if group.place is Place.QUARANTINE:
+        if group.place is GroupPlace.QUARANTINE:
             del self.quarantine[group.id]
             self.quarantine_bytes -= group.payload.nbytes
             return
         self.waiting_bytes -= group.payload.nbytes
-        if group.place is Place.LEASED:
+        if group.place is GroupPlace.LEASED:
             self.leased_groups -= 1
-        elif group.place is Place.BUFFER:
+        elif group.place is GroupPlace.BUFFER:
             del self.buffers[group.env_id][group.id]
             if not self.buffers[group.env_id]:
                 del self.buffers[group.env_id]
@@ -350,7 +350,7 @@ class TrajectoryState:
             queued = (
                 group
                 for group in self.groups.values()
-                if group.place is Place.QUEUE and not group.reason
+                if group.place is GroupPlace.QUEUE and not group.reason
             )
             self._versions = [(group.policy_version, group.order, group.id) for group in queued]
             heapq.heapify(self._versions)

@@ -66,7 +66,7 @@ def empty_snapshot() -> Snapshot:
     return {table: [] for table in TABLES}
 
 
-class Store(ABC):
+class TrajectoryStore(ABC):
     """Rows and payloads on one medium. The descriptions here apply to a store that is used by one
     server.
 

@@ -8,11 +8,17 @@ from pathlib import Path
 
 from realhf.base.installation import install_command
 from realhf.trajectory.records import Payload, PayloadRef
-from realhf.trajectory.store.base import Changes, Snapshot, Store, StoreFailure, empty_snapshot
+from realhf.trajectory.store.base import (
+    Changes,
+    Snapshot,
+    StoreFailure,
+    TrajectoryStore,
+    empty_snapshot,
+)
 from realhf.trajectory.store.sqlite import SqliteStore
 
 
-def open_store(url: str, *, durable: bool = False) -> Store:
+def open_store(url: str, *, durable: bool = False) -> TrajectoryStore:
     """Return the store for an address without opening it. Raises ValueError for an unknown form of
     address, or for Redis without the ``redis`` package."""
     if url == "memory":
@@ -35,7 +41,7 @@ def open_store(url: str, *, durable: bool = False) -> Store:
     raise ValueError(f"--store is {url!r}; give sqlite:DIR, memory or redis://host:port")
 
 
-class MemoryStore(Store):
+class MemoryStore(TrajectoryStore):
     """Store in memory; it is lost with the process."""
 
     name = "memory"

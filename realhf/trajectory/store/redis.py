@@ -36,8 +36,8 @@ from realhf.trajectory.store.base import (
     PayloadLost,
     Snapshot,
     StateLost,
-    Store,
     StoreFailure,
+    TrajectoryStore,
 )
 
 LOCK_MS = 3000
@@ -134,7 +134,7 @@ class LogEntry(msgspec.Struct, array_like=True):
     """(table, key, encoded record or None for a deleted row)."""
 
 
-class RedisStore(Store):
+class RedisStore(TrajectoryStore):
     """Store for several servers in the Redis at ``url``; ``?prefix=name`` separates runs."""
 
     shared = True

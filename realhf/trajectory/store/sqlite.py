@@ -32,11 +32,11 @@ from realhf.base import process_clock
 from realhf.trajectory.records import (
     PAYLOAD_LOST,
     TABLES,
+    GroupPlace,
     GroupRecord,
     LeaseRecord,
     Payload,
     PayloadRef,
-    Place,
     Record,
     RunRecord,
     table_and_key,
@@ -46,8 +46,8 @@ from realhf.trajectory.store.base import (
     OutcomeUnknown,
     PayloadLost,
     Snapshot,
-    Store,
     StoreFailure,
+    TrajectoryStore,
     empty_snapshot,
 )
 from realhf.trajectory.store.segments import (
@@ -90,7 +90,7 @@ _CHECKED_BYTES = 64 << 20
 when they are read."""
 
 
-class SqliteStore(Store):
+class SqliteStore(TrajectoryStore):
     """Store in one folder, locked by one process. ``durable``: every commit reaches the disk before
     it returns."""
 
@@ -183,10 +183,10 @@ class SqliteStore(Store):
             else:
                 self._write(changes)
         except (OSError, sqlite3.Error) as error:
-            return None if await self._was_kept(changes, error) else error
+            return None if await self._is_stored(changes, error) else error
         return None
 
-    async def _was_kept(self, changes: Changes, error: Exception) -> bool:
+    async def _is_stored(self, changes: Changes, error: Exception) -> bool:
         """Return whether a failed transaction was committed after all, according to the database.
         Raises OutcomeUnknown."""
         try:
@@ -440,9 +440,9 @@ class SqliteStore(Store):
             self._checkpoint = asyncio.ensure_future(
                 self._on_writer(self._run_checkpoint, "PASSIVE")
             )
-            self._checkpoint.add_done_callback(self._checkpoint_ended)
+            self._checkpoint.add_done_callback(self._on_checkpoint)
 
-    def _checkpoint_ended(self, done: asyncio.Future[None]) -> None:
+    def _on_checkpoint(self, done: asyncio.Future[None]) -> None:
         if not done.cancelled() and (error := done.exception()):
             logger.error(
                 "%s: the log of changes could not be merged, and grows until it can: %s",
@@ -581,11 +581,15 @@ def _build_repairs(snapshot: Snapshot, torn: set[int]) -> Changes:
         changed = group
         if group.id in torn:
             changed = msgspec.structs.replace(
-                group, place=Place.QUARANTINE, bundle=None, reason=PAYLOAD_LOST
+                group, place=GroupPlace.QUARANTINE, bundle=None, reason=PAYLOAD_LOST
             )
-        elif group.place is Place.LEASED and group.id not in leased:
-            changed = msgspec.structs.replace(group, place=Place.QUEUE)
-        elif group.bundle is not None and group.place is Place.QUEUE and group.bundle not in whole:
+        elif group.place is GroupPlace.LEASED and group.id not in leased:
+            changed = msgspec.structs.replace(group, place=GroupPlace.QUEUE)
+        elif (
+            group.bundle is not None
+            and group.place is GroupPlace.QUEUE
+            and group.bundle not in whole
+        ):
             changed = msgspec.structs.replace(group, bundle=None)
         if changed != group:
             changes.rows["groups", group.id] = changed
@@ -595,7 +599,9 @@ def _build_repairs(snapshot: Snapshot, torn: set[int]) -> Changes:
 def _whole_bundles(groups: Mapping[int, GroupRecord], torn: set[int]) -> set[tuple[int, int]]:
     """Return the bundles that are still complete."""
     queued = (
-        group for group in groups.values() if group.place is Place.QUEUE and group.id not in torn
+        group
+        for group in groups.values()
+        if group.place is GroupPlace.QUEUE and group.id not in torn
     )
     counts = Counter(group.bundle for group in queued if group.bundle is not None)
     return {bundle for bundle, count in counts.items() if count == bundle[1]}

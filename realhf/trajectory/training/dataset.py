@@ -69,7 +69,7 @@ class TrajectoryDataset:
     ) -> None:
         self._client = client
         self._limits = limits
-        self._held: dict[str, Future[None]] = {}
+        self._renewals: dict[str, Future[None]] = {}
         known = not run.fresh and self._is_ours(run)
         self._register(run, step, join=known)
         if known:
@@ -77,9 +77,9 @@ class TrajectoryDataset:
         self._settle_leases(consumed)
 
     @property
-    def held(self) -> list[str]:
+    def lease_ids(self) -> list[str]:
         """Held leases, oldest first."""
-        return list(self._held)
+        return list(self._renewals)
 
     def next(
         self, ids: Sequence[str], *, version: int, wait_s: float, rescore: Rescore
@@ -91,7 +91,7 @@ class TrajectoryDataset:
         self._client.set_policy_version(version)
         batch = self._client.pull(wait_s)
         renewal = renew_lease(self._client.inner, batch.lease_id)
-        self._held[batch.lease_id] = asyncio.run_coroutine_threadsafe(
+        self._renewals[batch.lease_id] = asyncio.run_coroutine_threadsafe(
             renewal, self._client.thread.loop
         )
         waited = time.perf_counter() - began
@@ -119,7 +119,7 @@ class TrajectoryDataset:
     def acknowledge(self, leases: Sequence[str]) -> None:
         """Acknowledge batches that are no longer needed. Acknowledgements that fail are retried
         with the next call."""
-        for lease_id in [lease for lease in self._held if lease in leases]:
+        for lease_id in [lease for lease in self._renewals if lease in leases]:
             try:
                 self._client.ack(lease_id)
             except LeaseLost as error:
@@ -127,12 +127,12 @@ class TrajectoryDataset:
             except TrajectoryError as error:
                 logger.warning("a batch was not acknowledged: %s", error)
                 return
-            self._held.pop(lease_id).cancel()
+            self._renewals.pop(lease_id).cancel()
 
     def close(self) -> None:
         """Close the client. A batch that is still held is delivered again when its lease expires,
         or when the run continues."""
-        for renewal in self._held.values():
+        for renewal in self._renewals.values():
             renewal.cancel()
         self._client.close()
 

@@ -80,7 +80,7 @@ class TrajectoryStreamInterface:
             return model.engine.logprobs(own, temperature=self.temperature, mb_spec=context.mb_spec)
 
         dataset = self._get_dataset(model, context)
-        before = set(dataset.held)
+        before = set(dataset.lease_ids)
         self._engine = model.engine
         self._pulled_at = context.step
         try:
@@ -88,7 +88,7 @@ class TrajectoryStreamInterface:
                 sample.ids, version=context.step, wait_s=self.wait_s, rescore=rescore
             )
         finally:
-            self._untrained = set(dataset.held) - before
+            self._untrained = set(dataset.lease_ids) - before
         return filled, {
             **stats,
             "episodes": self._build_transcripts(filled, model.tokenizer, context.step),
@@ -97,9 +97,11 @@ class TrajectoryStreamInterface:
     def state_dict(self) -> dict[str, Any]:
         """Return the leases of batches that were trained on. A run that is stopped within a step
         may hold one that was not; the server delivers it again."""
-        held = self._dataset.held if self._dataset else []
+        leases = self._dataset.lease_ids if self._dataset else []
         trained = self._engine is None or self._engine.version > self._pulled_at
-        self._saved = held if trained else [lease for lease in held if lease not in self._untrained]
+        self._saved = (
+            leases if trained else [lease for lease in leases if lease not in self._untrained]
+        )
         return {"leases": self._saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -174,12 +176,12 @@ class BatchSlotSource:
 
     def __init__(self, seed: int) -> None:
         del seed
-        self._drawn = 0
+        self._drawn_count = 0
 
     def next_batch(self, n: int) -> list[SourceItem]:
         """Return exactly ``n`` items."""
-        first = self._drawn
-        self._drawn = self._drawn + n
+        first = self._drawn_count
+        self._drawn_count = self._drawn_count + n
         return [SourceItem(f"slot{index}@{first + index}") for index in range(n)]
 
     def record(self, results: Sequence[SampleResult]) -> None:
@@ -187,11 +189,11 @@ class BatchSlotSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of items drawn."""
-        return {"drawn": self._drawn}
+        return {"drawn": self._drawn_count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the items that a saved state had drawn."""
-        self._drawn = int(state["drawn"])
+        self._drawn_count = int(state["drawn"])
 
     def stats(self) -> dict[str, float]:
         """Return no statistics."""

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.trajectory.records import Encoding, GroupRecord, Payload, Place
+from realhf.trajectory.records import Encoding, GroupPlace, GroupRecord, Payload
 from realhf.trajectory.state import batching
 from realhf.trajectory.state.batching import (
     FairShare,
@@ -58,7 +58,7 @@ def sizes(batch: list[Any] | None) -> list[int]:
 def index_of(units: list[tuple[int, int | None]]) -> QueueIndex:
     index = QueueIndex()
     for order, (size, env_id) in enumerate(units):
-        index.add(GroupRecord(order, order, Place.QUEUE, env_id, size, PAYLOAD, 0, 0.0))
+        index.add(GroupRecord(order, order, GroupPlace.QUEUE, env_id, size, PAYLOAD, 0, 0.0))
     return index
 
 
@@ -343,7 +343,9 @@ def test_the_index_counts_what_is_there(units, data):
         members = data.draw(st.integers(1, 3))
         bundle = (order, members) if members > 1 else None
         for _ in range(members):
-            record = GroupRecord(order, order, Place.QUEUE, env_id, size, PAYLOAD, 0, 0.0, bundle)
+            record = GroupRecord(
+                order, order, GroupPlace.QUEUE, env_id, size, PAYLOAD, 0, 0.0, bundle
+            )
             index.add(record)
             kept.append(record)
             order += 1

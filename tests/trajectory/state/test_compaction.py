@@ -19,7 +19,7 @@ import pytest
 from realhf.trajectory.records import StateOptions
 from realhf.trajectory.state import delivery, push, quarantine, registry, views
 from realhf.trajectory.state.delivery import LeasedBatch, PullRequest
-from realhf.trajectory.state.engine import Engine
+from realhf.trajectory.state.engine import StateEngine
 from realhf.trajectory.state.maintenance import compact, held_bytes
 from realhf.trajectory.store import segments
 from realhf.trajectory.store.base import Changes, StoreFailure
@@ -34,9 +34,9 @@ def data_of(number: int) -> bytes:
     return b"%06d" % number * 1000
 
 
-async def over(folder: Path, **options: Any) -> Engine:
+async def over(folder: Path, **options: Any) -> StateEngine:
     """An engine over small files, whose housekeeping is the test's."""
-    engine = Engine(
+    engine = StateEngine(
         SqliteStore(folder, segment_bytes=SEGMENT), StateOptions(**options), tidy_every_s=1e6
     )
     await engine.open()
@@ -44,13 +44,13 @@ async def over(folder: Path, **options: Any) -> Engine:
     return engine
 
 
-async def put(engine: Engine, number: int, size: int = 4, env: int | None = None) -> None:
+async def put(engine: StateEngine, number: int, size: int = 4, env: int | None = None) -> None:
     data = data_of(number)
     group = msgspec.structs.replace(incoming(data, size), env_id=env)
     await engine.write(push.push, [group], await engine.store.stage([data]), False)
 
 
-async def consume(engine: Engine, count: int) -> list[bytes]:
+async def consume(engine: StateEngine, count: int) -> list[bytes]:
     """Payloads of batches that are acknowledged at once."""
     found = []
     for _ in range(count):
@@ -146,7 +146,7 @@ async def test_nothing_is_lost_or_reordered_while_room_is_given_back(tmp_path):
     await engine.close()
 
 
-async def mostly_empty(folder: Path) -> Engine:
+async def mostly_empty(folder: Path) -> StateEngine:
     """An engine whose files hold little that is needed, and one batch that was handed out."""
     engine = await over(folder)
     for number in range(100):

@@ -11,10 +11,10 @@ import math
 import msgspec
 import pytest
 
-from realhf.trajectory.records import Replay, StateOptions
+from realhf.trajectory.records import StateOptions, StoredReply
 from realhf.trajectory.state import delivery, maintenance, quarantine, views
 from realhf.trajectory.state.delivery import NoBatch
-from realhf.trajectory.state.engine import Engine
+from realhf.trajectory.state.engine import StateEngine
 from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.trajectory.store.open import MemoryStore
 from realhf.web.refusal import Refusal
@@ -395,12 +395,12 @@ def test_keys_expire_in_the_order_of_their_age_after_a_restart_too():
 
 async def test_housekeeping_goes_on_until_nothing_is_left_to_do():
     """However many keys expire at once, they are gone before the next pause."""
-    engine = Engine(MemoryStore(), StateOptions(replay_ttl_s=60.0), tidy_every_s=0.3)
+    engine = StateEngine(MemoryStore(), StateOptions(replay_ttl_s=60.0), tidy_every_s=0.3)
     await engine.open()
 
     def remember(state: TrajectoryState, at: float) -> None:
         for number in range(5000):
-            state.put("replays", f"k{number}", Replay(f"k{number}", "f", b"{}", {}, at))
+            state.put("replays", f"k{number}", StoredReply(f"k{number}", "f", b"{}", {}, at))
 
     await engine.write(remember)
     engine._clock.continue_from(engine.state.newest_time() + 61.0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from realhf.trajectory.records import Place
+from realhf.trajectory.records import GroupPlace
 from realhf.trajectory.state import delivery, maintenance, quarantine, registry
 from realhf.trajectory.state.queue_index import QueueIndex
 from realhf.trajectory.state.server_state import TrajectoryState
@@ -39,7 +39,9 @@ def seen(state: TrajectoryState) -> Any:
     numbers = (state.quarantine_bytes, state.leased_groups, state.waiting_bytes, set(state.stale))
     tables = {table: dict(rows) for table, rows in state.tables.items()}
     queued = {
-        (group.order, group.id) for group in state.groups.values() if group.place is Place.QUEUE
+        (group.order, group.id)
+        for group in state.groups.values()
+        if group.place is GroupPlace.QUEUE
     }
     versions = sorted(entry for entry in set(state._versions) if entry[1:] in queued)
     return tables, list(state.envs), held, list(state.quarantine), numbers, versions, shape(state.queue), shape(

@@ -22,16 +22,16 @@ from isal import isal_zlib
 from realhf.trajectory.http.service import Metrics
 from realhf.trajectory.records import (
     Encoding,
+    GroupPlace,
     GroupRecord,
     Payload,
     PayloadRef,
-    Place,
     StateOptions,
 )
 from realhf.trajectory.state import delivery, push, registry, views
 from realhf.trajectory.state import engine as engine_module
 from realhf.trajectory.state.delivery import LeasedBatch, PullRequest
-from realhf.trajectory.state.engine import Engine
+from realhf.trajectory.state.engine import StateEngine
 from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.trajectory.store.base import Changes, Snapshot, StoreFailure
 from realhf.trajectory.store.open import MemoryStore
@@ -43,7 +43,7 @@ from tests.trajectory.driver import data, incoming, opened, opening, pushed, put
 
 def record(number: int, ref: PayloadRef, data: bytes) -> GroupRecord:
     payload = Payload(ref, len(data), Encoding.JSON, 7, isal_zlib.crc32(data))
-    return GroupRecord(number, number, Place.QUEUE, None, 4, payload, 0, 1.5)
+    return GroupRecord(number, number, GroupPlace.QUEUE, None, 4, payload, 0, 1.5)
 
 
 def data_of(number: int) -> bytes:
@@ -198,10 +198,10 @@ class SlowStore(MemoryStore):
         await self.go.wait()
 
 
-async def slow_engine() -> tuple[SlowStore, Engine, list[asyncio.Task[Any]]]:
+async def slow_engine() -> tuple[SlowStore, StateEngine, list[asyncio.Task[Any]]]:
     """An engine that commits one command while another one waits."""
     store = SlowStore()
-    engine = Engine(store, StateOptions())
+    engine = StateEngine(store, StateOptions())
     store.go.set()
     await engine.open()
     store.go.clear()
@@ -259,7 +259,7 @@ async def test_a_read_that_waits_for_the_disk_holds_up_no_commit(tmp_path, monke
     await store.close()
 
 
-async def refusing(folder: Path) -> tuple[FailingStore, Engine]:
+async def refusing(folder: Path) -> tuple[FailingStore, StateEngine]:
     """An engine with a registered trainer and five groups in its queue."""
     store = FailingStore(folder)
     engine = await opened(store)

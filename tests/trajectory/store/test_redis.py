@@ -15,7 +15,7 @@ import redis
 from realhf.trajectory.records import RunRecord, StateOptions
 from realhf.trajectory.state import delivery, push, registry, views
 from realhf.trajectory.state.delivery import LeasedBatch, PullRequest
-from realhf.trajectory.state.engine import PAUSE_AFTER_FAILURE_S, Engine
+from realhf.trajectory.state.engine import PAUSE_AFTER_FAILURE_S, StateEngine
 from realhf.trajectory.store.base import Changes, StateLost, StoreFailure
 from realhf.trajectory.store.redis import RedisStore
 from tests.trajectory.conftest import REGISTRATION
@@ -238,7 +238,9 @@ async def test_a_commit_whose_reply_was_lost_counts_once(server, address):
 @pytest.mark.slow
 async def test_two_servers_interleaved_are_one(address):
     """Random pushes, pulls and acks on two engines: nothing lost, nothing twice, equal states."""
-    engines = [Engine(RedisStore(address), StateOptions(), tidy_every_s=0.05) for _ in range(2)]
+    engines = [
+        StateEngine(RedisStore(address), StateOptions(), tidy_every_s=0.05) for _ in range(2)
+    ]
     for engine in engines:
         await engine.open()
     rng = random.Random(3)

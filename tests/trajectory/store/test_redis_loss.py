@@ -17,7 +17,7 @@ import redis
 
 from realhf.trajectory.records import RunRecord
 from realhf.trajectory.state import registry, views
-from realhf.trajectory.state.engine import Engine
+from realhf.trajectory.state.engine import StateEngine
 from realhf.trajectory.store.base import Changes, StoreFailure
 from realhf.trajectory.store.redis import RedisStore
 from realhf.web.refusal import Refusal
@@ -37,7 +37,7 @@ def forgetful(tmp_path: Path) -> Iterator[RedisServer]:
     server.stop()
 
 
-async def answered(engine: Engine, view: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+async def answered(engine: StateEngine, view: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """What a server says once it has found its Redis again."""
     while True:
         try:
@@ -46,7 +46,7 @@ async def answered(engine: Engine, view: Callable[..., dict[str, Any]]) -> dict[
             await asyncio.sleep(0.1)
 
 
-async def push_many(engine: Engine, first: int, count: int) -> None:
+async def push_many(engine: StateEngine, first: int, count: int) -> None:
     """Push groups whose payloads tell their numbers."""
     data = [b"payload %d" % number for number in range(first, first + count)]
     while True:

@@ -27,10 +27,10 @@ from isal import isal_zlib
 from realhf.trajectory.records import (
     Encoding,
     EnvRecord,
+    GroupPlace,
     GroupRecord,
     LeaseRecord,
     Payload,
-    Place,
     RunRecord,
 )
 from realhf.trajectory.store.base import Changes, PayloadLost, StoreFailure
@@ -57,7 +57,9 @@ def ids(snapshot: dict[str, list[Any]]) -> list[int]:
 def aside(snapshot: dict[str, list[Any]]) -> list[tuple[int, str]]:
     """Ids and reasons of the groups in quarantine."""
     return sorted(
-        (group.id, group.reason) for group in snapshot["groups"] if group.place is Place.QUARANTINE
+        (group.id, group.reason)
+        for group in snapshot["groups"]
+        if group.place is GroupPlace.QUARANTINE
     )
 
 
@@ -159,7 +161,7 @@ async def test_a_folder_has_one_server(tmp_path):
 async def test_a_torn_or_damaged_tail_goes_to_quarantine_and_the_rest_is_served(tmp_path):
     store = await opening(SqliteStore(tmp_path))
     groups = await put(store, range(10))
-    leased = GroupRecord(1, 1, Place.LEASED, None, 4, groups[1].payload, 0, 1.5)
+    leased = GroupRecord(1, 1, GroupPlace.LEASED, None, 4, groups[1].payload, 0, 1.5)
     lease = LeaseRecord("x", "t", 0, (1, 9), 1.0, 2.0)
     await store.commit(Changes(rows={("leases", "x"): lease, ("groups", 1): leased}))
     await store.close()
@@ -175,7 +177,9 @@ async def test_a_torn_or_damaged_tail_goes_to_quarantine_and_the_rest_is_served(
     )
     assert snapshot["leases"] == []
     rest = [group for group in snapshot["groups"] if group.id < 8]
-    assert all(group.place is Place.QUEUE for group in rest), "the other group of the lost batch"
+    assert all(group.place is GroupPlace.QUEUE for group in rest), (
+        "the other group of the lost batch"
+    )
     await store.close()
     again = SqliteStore(tmp_path)
     assert aside(await again.open()) == aside(snapshot)
@@ -303,7 +307,9 @@ async def test_damaged_rows_are_set_aside_and_everything_else_is_served(tmp_path
     """One flipped bit used to stop the start, or to make another record of the row."""
     store = await opening(SqliteStore(tmp_path))
     groups = await put(store, range(60))
-    leased = [GroupRecord(n, n, Place.LEASED, None, 4, groups[n].payload, 0, 1.5) for n in range(4)]
+    leased = [
+        GroupRecord(n, n, GroupPlace.LEASED, None, 4, groups[n].payload, 0, 1.5) for n in range(4)
+    ]
     rows: dict[Any, Any] = {("groups", group.id): group for group in leased}
     rows |= {
         ("leases", name): LeaseRecord(name, "t", 0, ids, 1.0, 2.0)
@@ -332,7 +338,11 @@ async def test_damaged_rows_are_set_aside_and_everything_else_is_served(tmp_path
         assert snapshot["envs"] == []
         assert [lease.lease_id for lease in snapshot["leases"]] == ["y"]
         places = {group.id: group.place for group in snapshot["groups"]}
-        assert [places[number] for number in (0, 2, 3)] == [Place.QUEUE, Place.LEASED, Place.LEASED]
+        assert [places[number] for number in (0, 2, 3)] == [
+            GroupPlace.QUEUE,
+            GroupPlace.LEASED,
+            GroupPlace.LEASED,
+        ]
         assert list(tmp_path.glob("*.seg")), "their payloads are kept, too"
         await store.close()
     with closing(sqlite3.connect(tmp_path / "state.sqlite")) as database:
@@ -428,10 +438,10 @@ async def test_the_rest_of_a_broken_set_stands_alone(tmp_path):
     engine = await opened(SqliteStore(tmp_path), registered=False)
     found = {group.id: (group.place, group.bundle) for group in engine.state.groups.values()}
     assert found == {
-        2: (Place.QUEUE, None),
-        4: (Place.QUARANTINE, None),  # 5 does not divide 8
-        5: (Place.QUEUE, (5, 2)),
-        6: (Place.QUEUE, (5, 2)),
+        2: (GroupPlace.QUEUE, None),
+        4: (GroupPlace.QUARANTINE, None),  # 5 does not divide 8
+        5: (GroupPlace.QUEUE, (5, 2)),
+        6: (GroupPlace.QUEUE, (5, 2)),
     }
     await engine.close()
 
