@@ -134,8 +134,8 @@ class RunRollouts:
         """Yield {ids} of rollouts whose conversation, task or failure contains a text (ignoring
         case), newest first, and finally {done, searched, of}.
 
-        deadline: time of ``process_clock.now`` at which the search ends. stopped: returns whether
-        it must end now.
+        deadline: time of ``process_clock.now`` at which the search ends. is_stopped: returns
+        whether it must end now.
         """
         with self._lock:
             lines = [row.play for row in self._refresh() if row.play.shard != NO_SHARD]

@@ -90,7 +90,7 @@ def build_form(schema: Any, requested: str, field_name: str) -> ActionForm | Non
     """Return the form of an action with this JSON schema; None if the server lists its tools
     itself.
 
-    wanted: ``auto``, ``text`` or ``tool``. field_name: the field that text fills, "" to choose it.
+    requested: ``auto``, ``text`` or ``tool``. field_name: the field that text fills, "" to choose it.
     Raises ValueError that names the option that does not fit the schema.
     """
     _check_schema(schema, "the schema of its action")

@@ -93,9 +93,9 @@ class CheckedEpisode:
         tools: Tools of the opening.
         transcript: Opening and turns as plain JSON values.
         texts: Texts that the policy read.
-        said: Turns of the policy.
+        policy_texts: Turns of the policy.
         ended, solved: Whether the episode has ended, and whether the task was solved.
-        paid: Return of the episode.
+        episode_return: Sum of the rewards so far, or the last one if it is final.
         views: Descriptions of its states in order; empty if the environment has none.
         answer: Text of the last turn of the environment.
     """

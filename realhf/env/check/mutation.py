@@ -123,7 +123,7 @@ class Mutants:
         tools: Schemas of the tools.
         words: Words of the episode that may be names, likeliest first.
         rng: Draws the arguments of calls that the demonstration does not make.
-        described: Whether states can be compared; then mutants that leave something additional
+        has_view: Whether states can be compared; then mutants that leave something additional
             behind, and mutants with slightly wrong names, are included.
     """
 

@@ -253,7 +253,7 @@ class AuditGuard:
                 ):
                     deny("local-file", "this path cannot be opened here")
                 if writes and self.writes is not None and not self.writes.take_file():
-                    deny("local-file", "one command may write only so many files")
+                    deny("local-file", "one command may not write more files")
             elif verdict == "read":
                 if not inside(args[0], read_roots):
                     deny("local-file", "this folder cannot be listed here")
@@ -267,7 +267,7 @@ class AuditGuard:
                     and self.writes is not None
                     and not self.writes.take_folder(depth(args[0]))
                 ):
-                    deny("local-file", "there may be only so many folders, and only so deep")
+                    deny("local-file", "there are too many folders, or they are too deep")
             elif verdict != "egress" or self.egress is None or not self.egress(event, args):
                 deny(verdict, "not allowed here")
 

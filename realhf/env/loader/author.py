@@ -137,7 +137,7 @@ def build_class_definition(
 
     Args:
         kind: The author's class.
-        plays: (factory of instances of the class, ``concurrency``) -> factory of environments.
+        make_factory: (factory of instances of the class, ``concurrency``) -> factory of environments.
         seeded: Whether ``reset`` uses the seed to draw what a row leaves open.
         check: Raises ValueError for an unusable row.
         tools: The JSON schemas of the tools of the class.
@@ -250,7 +250,7 @@ def author_code(
 
     Args:
         author: The author's class or function.
-        called: Returns the name of the method that is running ("" for a function) and the seed of
+        current_call: Returns the name of the method that is running ("" for a function) and the seed of
             the episode.
         on_loop: Whether the code runs on an event loop.
     """

@@ -86,7 +86,7 @@ class GroupedTaskSet:
         groups: All existing groups, easiest first.
         chosen: Groups to draw from.
         split: Name of the split.
-        what: The word for a group in error messages.
+        group_word: The word for a group in error messages.
     """
 
     def __init__(
@@ -307,7 +307,7 @@ def load_task_sets(
 
     Args:
         options: The files and how to split them.
-        beside: Folder in which relative paths are searched if the working directory lacks them.
+        base_folder: Folder in which relative paths are searched if the working directory lacks them.
         seeded: Whether instances with different seeds are different tasks.
         check: Raises ValueError for an unusable row.
         key: Returns the content that identifies the task of a row.

@@ -53,7 +53,7 @@ def router(service: TrajectoryService) -> APIRouter:
     async def status_env(request: Request) -> Response:
         """Return the numbers that a rollout handler paces itself by. The id is a JSON body or
         ``?env_id=``."""
-        with service.metrics.timed("status-env"):
+        with service.metrics.time_request("status-env"):
             env_id = _env_id(request)
             await engine.read(registry.check_epoch, request.headers.get("x-epoch"))
             if await engine.read(registry.heartbeat_due, env_id):
@@ -97,7 +97,7 @@ def _env_id(request: Request) -> int:
 
 
 async def _push(service: TrajectoryService, request: Request, *, listed: bool) -> Response:
-    with service.metrics.timed("push"):
+    with service.metrics.time_request("push"):
         body = request.scope.get(BODY, b"")
         key, fingerprint = idempotency(request, body)
         groups = await parse_groups(

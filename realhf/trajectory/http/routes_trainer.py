@@ -77,7 +77,7 @@ def router(service: TrajectoryService) -> APIRouter:
     @routes.get("/batch")
     async def batch(request: Request) -> Response:
         """Return the next batch, or null and the reason in ``X-Batch-Reason``."""
-        with service.metrics.timed("pull"):
+        with service.metrics.time_request("pull"):
             if not request.scope.get(DRAINED):
                 raise Refusal(
                     501,
@@ -162,7 +162,7 @@ async def _respond(
     oldest, newest = batch.versions
     if not batch.redelivered:
         for group in batch.groups:
-            service.metrics.delivered(
+            service.metrics.count_delivered(
                 service.engine.state.run.current_version - group.policy_version
             )
     headers = {

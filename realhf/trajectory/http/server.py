@@ -84,7 +84,7 @@ def _through_tls(send: Send, transport: Any, below: Any) -> Send:
     """Poll both buffers of a TLS connection: the plain bytes, and the encrypted bytes that wait for
     the kernel. asyncio has no event for the second."""
 
-    async def drained(message: Message) -> None:
+    async def send_when_drained(message: Message) -> None:
         while not below.is_closing() and (
             transport.get_write_buffer_size() or below.get_write_buffer_size()
         ):
@@ -93,7 +93,7 @@ def _through_tls(send: Send, transport: Any, below: Any) -> Send:
             raise ConnectionResetError("the client has gone away")
         await send(message)
 
-    return drained
+    return send_when_drained
 
 
 class EpochMiddleware:
@@ -107,14 +107,14 @@ class EpochMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request with the header added."""
 
-        async def with_epoch(message: Message) -> None:
+        async def send_with_epoch(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = message.get("headers", ())
                 if not any(name == b"x-epoch" for name, _ in headers):
                     message["headers"] = [*headers, (b"x-epoch", b"%d" % self._epoch())]
             await send(message)
 
-        await self._app(scope, receive, with_epoch if scope["type"] == "http" else send)
+        await self._app(scope, receive, send_with_epoch if scope["type"] == "http" else send)
 
 
 class CompressMiddleware:
@@ -235,18 +235,18 @@ def _middlewares(service: TrajectoryService) -> list[Middleware]:
 
 def _handle_errors(app: FastAPI, service: TrajectoryService) -> None:
     @app.exception_handler(Refusal)
-    async def refused(request: Request, error: Refusal) -> Response:
+    async def on_refusal(request: Request, error: Refusal) -> Response:
         if error.status == 503:
-            service.metrics.unavailable()
+            service.metrics.count_unavailable()
         return refusal_response(error, error_body)
 
     @app.exception_handler(StoreFailure)
-    async def unavailable(request: Request, error: StoreFailure) -> Response:
-        service.metrics.unavailable()
+    async def on_store_failure(request: Request, error: StoreFailure) -> Response:
+        service.metrics.count_unavailable()
         return JSONResponse({"detail": f"the store failed: {error}"}, 503, {"Retry-After": "1"})
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
+    async def on_invalid_request(request: Request, error: RequestValidationError) -> Response:
         return JSONResponse({"detail": problems(error.errors(), [])}, 422)
 
 

@@ -243,7 +243,7 @@ class Metrics(Collector):
         self._worst_lag = 0.0
 
     @contextmanager
-    def timed(self, kind: str) -> Iterator[None]:
+    def time_request(self, kind: str) -> Iterator[None]:
         """Time one request of a kind."""
         began = time.perf_counter()
         try:
@@ -251,11 +251,11 @@ class Metrics(Collector):
         finally:
             self._latency.labels(kind).observe(time.perf_counter() - began)
 
-    def delivered(self, behind: int) -> None:
+    def count_delivered(self, behind: int) -> None:
         """Count a group that was handed out when it was ``behind`` policy versions old."""
         self._staleness.observe(behind)
 
-    def unavailable(self) -> None:
+    def count_unavailable(self) -> None:
         """Count an answer with status 503."""
         self._unavailable.inc()
 

@@ -107,7 +107,7 @@ def _continue_run(state: TrajectoryState, request: Mapping[str, Any]) -> None:
     state.put_run(msgspec.structs.replace(run, step=step, max_staleness=staleness, **changed))
     state.counters["continued"] += 1
     logger.info(
-        "the run %r of %r goes on at step %d with %d groups queued; to begin it anew, register "
+        "the run %r of %r goes on at step %d with %d groups queued; to start a new one, register "
         "with X-Reset: 1",
         run.wandb_group,
         run.wandb_project,
@@ -160,7 +160,8 @@ def register_env(state: TrajectoryState, now: float, request: Mapping[str, Any])
     env_id = max(state.envs, default=-1) + 1
     requested = request["desired_name"]
     names = [env.name for env in state.envs.values() if env.desired_name == requested]
-    name = f"{requested}_{int(names[-1].rpartition('_')[2]) + 1 if names else 0}"  # older ones may have expired
+    # The number follows that of the newest name, because older ones may have expired.
+    name = f"{requested}_{int(names[-1].rpartition('_')[2]) + 1 if names else 0}"
     env = EnvRecord(
         env_id,
         requested,

@@ -24,7 +24,7 @@ function remember(data) {
   if (past.length > REMEMBERED) past.shift();
 }
 
-/** What went in or out between two looks, a second; one entry fewer than there are looks. */
+/** Sequences per second between two samples; one entry fewer than there are samples. */
 function rate(key) {
   return past.slice(1).map((now, at) => Math.max(0, (now[key] - past[at][key]) / Math.max(0.2, now.time - past[at].time)));
 }
@@ -42,8 +42,8 @@ function card(label, value) {
 }
 
 function fill(id, heads, rows) {
-  const made = rows.length ? table(heads, rows) : h("p", { class: "muted" }, "none");
-  $(id).replaceChildren($(id).firstElementChild, made);
+  const content = rows.length ? table(heads, rows) : h("p", { class: "muted" }, "none");
+  $(id).replaceChildren($(id).firstElementChild, content);
 }
 
 function draw(data) {
@@ -58,7 +58,7 @@ function draw(data) {
     card("batch size", data.batch_size < 0 ? "–" : rounded(data.batch_size)), card("policy version", rounded(data.policy_version)),
     card("sequences in / s", rounded(into.at(-1) ?? 0)), card("sequences out / s", rounded(from.at(-1) ?? 0)),
   );
-  const buffered = new Map(data.buffers.map((held) => [held.env_id, held.groups]));
+  const buffered = new Map(data.buffers.map((buffer) => [buffer.env_id, buffer.groups]));
   fill("envs", ["name", "state", "last seen", "queued groups", "queued sequences", "in mix buffer", "served sequences"], data.envs.map((env) => [
     env.name, warned(env.state, env.state !== "connected"), age(env.last_seen_age_s), rounded(env.queued_groups), rounded(env.queued_sequences),
     rounded(buffered.get(env.env_id) ?? 0), rounded(env.served_sequences),
@@ -72,9 +72,9 @@ function draw(data) {
 
 function drawExample(example) {
   const place = $("example");
-  const found = JSON.stringify(example);
-  if (found === exampleShown) return; // its texts may have the focus
-  exampleShown = found;
+  const exampleText = JSON.stringify(example);
+  if (exampleText === exampleShown) return; // unchanged: its texts may have the focus
+  exampleShown = exampleText;
   if (!example) return place.replaceChildren(place.firstElementChild, h("p", { class: "muted" }, "none yet"));
   const facts = `environment ${example.env_id ?? "–"} · ${example.size} sequences of ${example.lengths.join(", ")} tokens · ` +
     `scores ${example.scores.join(", ")} · policy version ${example.policy_version}`;
