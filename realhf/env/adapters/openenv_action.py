@@ -90,9 +90,8 @@ def build_form(schema: Any, requested: str, field_name: str) -> ActionForm | Non
     """Return the form of an action with this JSON schema; None if the server lists its tools
     itself.
 
-    requested: ``auto``, ``text`` or ``tool``. field_name: the field that text fills, "" to choose it.
-    Raises ValueError that names the option that does not fit the schema.
-    """
+    requested: ``auto``, ``text`` or ``tool``. field_name: the field that text fills, "" to choose
+    it. Raises ValueError that names the option that does not fit the schema."""
     _check_schema(schema, "the schema of its action")
     fields = {name: about for name, about in _fields(schema).items() if name != _METADATA_FIELD}
     if schema.get("title") in _GENERIC and requested == "auto" and not field_name:

@@ -113,8 +113,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class SpecPlayer:
-    """Implementation of ``realhf.env.server.interfaces.Player`` on a ``env_thread`` of ``env_threads``. Use
-    it from one thread at a time, except for ``kill``.
+    """Implementation of ``realhf.env.server.interfaces.Player`` on a ``env_thread`` of
+    ``env_threads``. Use it from one thread at a time, except for ``kill``.
 
     info: whether observations contain the environment's ``info``.
     """
