@@ -426,7 +426,7 @@ CALLERS = {
 
 def test_the_modules_that_check_are_known() -> None:
     """A new entrance gets a row in the table above."""
-    names = ("message_problems(", "demonstration_problems(", "checked_messages(")
+    names = ("message_problems(", "demonstration_problems(", "validate_messages(")
     texts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "realhf").rglob("*.py")}
     files = [path for path, text in texts.items() if any(name in text for name in names)]
     assert {str(path.relative_to(ROOT)) for path in files} == CALLERS | {"realhf/api/messages.py"}

@@ -46,7 +46,7 @@ def attempts(tmp_path: Path, without: str) -> list[Attempt]:
         request = {
             "port": canary.getsockname()[1],
             "file": str(tmp_path / "host"),
-            "made": str(tmp_path / "made"),
+            "new_file": str(tmp_path / "made"),
             "folder": str(tmp_path),
             "layers": LAYERS,
         }

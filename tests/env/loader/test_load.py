@@ -58,9 +58,9 @@ def test_a_definition_of_a_file_comes_before_its_classes(write: Write) -> None:
     """A file that holds a definition has said what it is about; a specification will do as well."""
     extra = """
     from realhf.api.environment import EnvironmentDefinition
-    from realhf.env.loader.multi_turn import message_class
+    from realhf.env.loader.multi_turn import build_message_class
 
-    DEFINITION = message_class(Echo)
+    DEFINITION = build_message_class(Echo)
     """
     path = write(ECHO + textwrap.dedent(extra))
     found = load_definition(path)
@@ -69,7 +69,7 @@ def test_a_definition_of_a_file_comes_before_its_classes(write: Write) -> None:
     )
     assert found is not load_definition(f"{path}:Echo")
     spec = write(
-        ECHO + "\nfrom realhf.env.loader.multi_turn import message_class as m\nSPEC = "
+        ECHO + "\nfrom realhf.env.loader.multi_turn import build_message_class as m\nSPEC = "
         "m(Echo).build(m(Echo).options())",
         "spec.py",
     )
