@@ -106,12 +106,12 @@ class TrajectoryConfig(StateOptions, ServerSettings):
     def secret(self, name: str) -> str:
         """Return the token of a role, from its file if there is one; "" without. Raises
         SettingError."""
-        given = getattr(self, name)
+        token = getattr(self, name)
         path = getattr(self, f"{name}_file")
         if not path:
-            return given
+            return token
         flag = self.flag(f"{name}_file")
-        if given:
+        if token:
             raise SettingError(f"{self.flag(name)} and {flag} are both given; give one")
         lines = read_token_lines(path, flag)
         if len(lines) != 1:

@@ -447,16 +447,16 @@ def select_strict(index: QueueIndex, batch_size: int, fair: FairShare) -> Select
             by_size.setdefault(size, []).append(lane)
     sources = [chunks(_merge_lanes(lanes), largest // size) for size, lanes in by_size.items()]
     ledger = Ledger(fair)
-    chosen = []
+    selected = []
     room = batch_size
     for unit in (
         unit for pack in _draw_packs(sources, ledger, arrival=not fair.shares) for unit in pack
     ):
-        chosen.append(unit)
+        selected.append(unit)
         room -= unit.size
         if room <= 0:
             break
-    return NotSelected("no_complete_packs") if room else _select_units(chosen, ledger)
+    return NotSelected("no_complete_packs") if room else _select_units(selected, ledger)
 
 
 def select_strict_with_minimums(
@@ -486,47 +486,47 @@ def select_strict_with_minimums(
     if total > batch_size:
         need = {
             env_id: max(
-                min(size for env, size in lanes if env == env_id), wanted * batch_size // total
+                min(size for env, size in lanes if env == env_id), required * batch_size // total
             )
-            for env_id, wanted in need.items()
+            for env_id, required in need.items()
         }
     ledger = Ledger(fair)
     room = batch_size
-    chosen: list[Unit] = []
-    for env_id, wanted in need.items():
-        own = [
+    selected: list[Unit] = []
+    for env_id, required in need.items():
+        env_packs = [
             chunks(_take_complete(lane, largest // size), largest // size)
             for (env, size), lane in lanes.items()
             if env == env_id
         ]
-        first = len(chosen)
-        got = 0
-        for unit in (unit for pack in _merge_by_completion(own) for unit in pack):
-            if got >= wanted or not room:
+        first = len(selected)
+        sequences = 0
+        for unit in (unit for pack in _merge_by_completion(env_packs) for unit in pack):
+            if sequences >= required or not room:
                 break
             if unit.size <= room:
-                chosen.append(unit)
-                got = got + unit.size
+                selected.append(unit)
+                sequences = sequences + unit.size
                 room = room - unit.size
-        if recheck and sum(unit.size for unit in chosen[first:]) < wanted:
+        if recheck and sum(unit.size for unit in selected[first:]) < required:
             return NotSelected(f"min_unmet:{env_id}")
-    taken = {unit.order for unit in chosen}
-    rest = heapq.merge(
+    selected_orders = {unit.order for unit in selected}
+    queue_units = heapq.merge(
         *(
             islice(_take_complete(lane, largest // size), 2 * batch_size // size)
             for (_, size), lane in lanes.items()
         ),
         key=_unit_order,
     )
-    for unit in (unit for unit in rest if unit.order not in taken):
+    for unit in (unit for unit in queue_units if unit.order not in selected_orders):
         if not room:
             break
         if unit.size <= room:
-            chosen.append(unit)
+            selected.append(unit)
             room -= unit.size
-    for unit in chosen:
+    for unit in selected:
         ledger.charge(unit.env_id, unit.size)
-    return NotSelected("no_complete_packs") if room else _select_units(chosen, ledger)
+    return NotSelected("no_complete_packs") if room else _select_units(selected, ledger)
 
 
 def _unit_order(unit: Unit) -> int:
@@ -607,14 +607,14 @@ def select_batch(
     fair = _fair_share(connected, strict)
     if minimums:
         select = select_strict_with_minimums if strict else select_with_minimums
-        selected = select(index, batch_size, fair, minimums)
+        selection = select(index, batch_size, fair, minimums)
     else:
-        selected = (select_strict if strict else select_exact)(index, batch_size, fair)
-    if isinstance(selected, NotSelected):
-        return None, list(groups), selected.reason
-    taken = {record.id for record in selected.groups}
-    rest = [group for order, group in enumerate(groups) if order not in taken]
-    return [groups[record.id] for record in selected.groups], rest, ""
+        selection = (select_strict if strict else select_exact)(index, batch_size, fair)
+    if isinstance(selection, NotSelected):
+        return None, list(groups), selection.reason
+    batch_ids = {record.id for record in selection.groups}
+    remaining_groups = [group for order, group in enumerate(groups) if order not in batch_ids]
+    return [groups[record.id] for record in selection.groups], remaining_groups, ""
 
 
 def _fair_share(envs: Sequence[Mapping[str, Any]], strict: bool) -> FairShare:

@@ -218,8 +218,8 @@ class StateEngine:
             self._undo_round(certain=not isinstance(error, OutcomeUnknown))
             self._repeat = [waiting for waiting in batch if waiting.repeated]
             batch = [waiting for waiting in batch if not waiting.repeated]
-            kept = "it is not known what" if isinstance(error, OutcomeUnknown) else "nothing"
-            logger.error("%s of %d requests was kept: %s", kept, len(batch), error)
+            kept_text = "it is not known what" if isinstance(error, OutcomeUnknown) else "nothing"
+            logger.error("%s of %d requests was kept: %s", kept_text, len(batch), error)
             results = [error] * len(batch)
         except Exception as error:
             logger.exception("a round of %d requests failed", len(batch))

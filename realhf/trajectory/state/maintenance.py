@@ -73,15 +73,19 @@ def _expired_envs(state: TrajectoryState, now: float) -> Iterator[int]:
     if not silent:
         return
     newest = {env.desired_name: env.env_id for env in state.envs.values()}
-    kept = {*sorted(newest.values())[-NAMES_KEPT:], *state.buffers, *state.queue.env_sequences()}
-    yield from islice((env.env_id for env in silent if env.env_id not in kept), PER_ROUND)
+    kept_ids = {
+        *sorted(newest.values())[-NAMES_KEPT:],
+        *state.buffers,
+        *state.queue.env_sequences(),
+    }
+    yield from islice((env.env_id for env in silent if env.env_id not in kept_ids), PER_ROUND)
 
 
 def _expired_buffers(state: TrajectoryState, now: float) -> Iterator[GroupRecord]:
     limit = now - state.options.buffer_expiry_s
-    for held in state.buffers.values():
+    for groups in state.buffers.values():
         yield from islice(
-            takewhile(lambda group: group.arrived_at < limit, held.values()), PER_ROUND
+            takewhile(lambda group: group.arrived_at < limit, groups.values()), PER_ROUND
         )
 
 

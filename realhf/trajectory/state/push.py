@@ -128,7 +128,7 @@ def _route(
         reasons.add(reason)
     else:
         _buffer(state, group, env, reasons)
-    return sum(held.size for held in state.buffers.get(env.env_id, {}).values())
+    return sum(member.size for member in state.buffers.get(env.env_id, {}).values())
 
 
 def _catch_up_clock(state: TrajectoryState, env: EnvRecord | None) -> None:
@@ -155,9 +155,9 @@ def _buffer_problem(state: TrajectoryState, env: EnvRecord, size: int) -> str | 
 def _buffer(state: TrajectoryState, group: GroupRecord, env: EnvRecord, reasons: set[str]) -> None:
     """Hold a group back, and release one set of groups that adds up to the declared group size, if
     there is one."""
-    held = state.buffers.get(env.env_id, {})
-    if len(held) >= state.options.max_buffered_groups:
-        isolate(state, next(iter(held.values())), "buffer_full")
+    buffered = state.buffers.get(env.env_id, {})
+    if len(buffered) >= state.options.max_buffered_groups:
+        isolate(state, next(iter(buffered.values())), "buffer_full")
         reasons.add("buffer_full")
     state.put(
         "groups",
@@ -166,7 +166,7 @@ def _buffer(state: TrajectoryState, group: GroupRecord, env: EnvRecord, reasons:
     )
     waiting = list(state.buffers[env.env_id].values())
     target = max(1, env.group_size)
-    complete = [waiting[index] for index in find_set([held.size for held in waiting], target)]
+    complete = [waiting[index] for index in find_set([member.size for member in waiting], target)]
     if not complete:
         return
     batch_size = state.run.batch_size
@@ -222,14 +222,14 @@ def find_set(sizes: Sequence[int], target: int) -> list[int]:
 
 
 def _find_in_order(sizes: Sequence[int], target: int) -> list[int]:
-    chosen = []
+    indices = []
     total = 0
     for index, size in enumerate(sizes):
         if total + size <= target:
-            chosen.append(index)
+            indices.append(index)
             total += size
             if total == target:
-                return chosen
+                return indices
     return []
 
 
@@ -244,10 +244,10 @@ def _find_exact(sizes: Sequence[int], target: int) -> list[int]:
         reachable.append((last | last << size) & mask if size <= target else last)
     if not reachable[-1] >> target & 1:
         return []
-    chosen = []
-    rest = target
+    indices = []
+    remaining = target
     for index in range(len(sizes) - 1, -1, -1):
-        if sizes[index] <= rest and reachable[index] >> (rest - sizes[index]) & 1:
-            chosen.append(index)
-            rest -= sizes[index]
-    return chosen[::-1]
+        if sizes[index] <= remaining and reachable[index] >> (remaining - sizes[index]) & 1:
+            indices.append(index)
+            remaining -= sizes[index]
+    return indices[::-1]

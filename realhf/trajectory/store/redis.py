@@ -175,14 +175,14 @@ class RedisStore(TrajectoryStore):
         """Read everything atomically, and detect what Redis has lost since the last time."""
         keys = [*self._keys, f"{self._prefix}:born", *map(self._table, TABLES)]
         try:
-            born, version, last, known, tables = await self._redis.eval(
+            born, version, last, known_loss, tables = await self._redis.eval(
                 _LOAD, len(keys), *keys, uuid.uuid4().hex, self._version
             )
         except _FAILED as error:
             raise await self._convert_error(error) from error
         version = int(version or 0)
         last = last or b""
-        self._loss = self._loss or self._find_loss(born, version, last, known)
+        self._loss = self._loss or self._find_loss(born, version, last, known_loss)
         self._data_id = born
         self._version = version
         self._last = last

@@ -495,15 +495,15 @@ class SqliteStore(TrajectoryStore):
         self._close_database()
         self._database = self._connect()
         for (table, key), record in changes.rows.items():
-            found = self._database.execute(
+            stored = self._database.execute(
                 f'SELECT row FROM "{table}" WHERE key = ?', (key,)
             ).fetchone()
             wanted = None if record is None else (_seal(table, key, _ENCODER.encode(record)),)
-            if found != wanted:
+            if stored != wanted:
                 return False
         for table in TABLES if changes.cleared else ():
-            (found,) = self._database.execute(f'SELECT count(*) FROM "{table}"').fetchone()
-            if found != sum(
+            (stored,) = self._database.execute(f'SELECT count(*) FROM "{table}"').fetchone()
+            if stored != sum(
                 record is not None and name == table for (name, _), record in changes.rows.items()
             ):
                 return False

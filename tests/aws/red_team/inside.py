@@ -101,7 +101,7 @@ def _past_the_hook(pool: MiniStackPool) -> Iterator[Tried]:
     zygotes = dict(zip((SIMULATORS, WORKERS), pool._zygotes, strict=False))
     for kind, attempts in probe_layers(zygotes, pool._root, pool._containment.layers).items():
         for attempt in attempts:
-            observed = HELD if attempt.stopped else attempt.how
+            observed = HELD if attempt.stopped else attempt.outcome
             yield Tried(23, f"{kind}, {attempt.layer}: {attempt.act}", HELD, observed)
 
 
