@@ -28,7 +28,7 @@ IDLE_S = 20.0
 class _Job:
     """A call to run in a thread; its result is delivered to a future of an event loop."""
 
-    __slots__ = ("after", "finished", "future", "given_up", "loop", "started", "work")
+    __slots__ = ("abandoned", "after", "finished", "future", "loop", "started", "work")
 
     def __init__(self, work: Callable[[], Any], after: Callable[[], Any] | None) -> None:
         self.work = work

@@ -194,7 +194,7 @@ def prepare(arguments: argparse.Namespace, config: ServerConfig) -> tuple[SpecSe
             host = EnvironmentHost(spec, config.pool_size, config.call_timeout_s, info=config.info)
             facts = host.facts
             pool = host.env_threads
-            player = host.player
+            player = host.make_player
     except ValueError as error:
         raise SettingError(f"--env {arguments.env}: {error}") from error
     if facts.concurrency is not None and facts.concurrency < config.pool_size:
