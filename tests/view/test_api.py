@@ -428,7 +428,9 @@ def test_a_text_is_found_whatever_its_case_and_names_of_fields_are_not(made_up: 
 
 
 def test_a_search_ends_at_its_deadline_and_says_how_far_it_came(made_up: Path):
-    found = list(Run(made_up, "run").rollouts.search("bucket", deadline=0.0, stopped=lambda: False))
+    found = list(
+        Run(made_up, "run").rollouts.search("bucket", deadline=0.0, is_stopped=lambda: False)
+    )
     assert found == [{"done": False, "searched": 0, "of": 96}]
 
 

@@ -203,7 +203,7 @@ async def test_a_reward_that_is_a_level_replaces_the_sum() -> None:
             )
         )
         assert turn.final and turn.reward == 1.0 and turn.metrics["success"] == 1.0
-        assert not (await built(server, reward="sum")).make("")._reading.level  # type: ignore[attr-defined]
+        assert not (await built(server, reward="sum")).make("")._rules.level  # type: ignore[attr-defined]
         await env.close()
 
 
