@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.shipped_policy import LESSONS, find_shipped_policy, is_outdated
 from realhf.api.config import (
     ConfigError,
     ExperimentConfig,
@@ -35,6 +34,7 @@ from realhf.api.experiment import (
 from realhf.api.option import option
 from realhf.api.parallel import parallel_of
 from realhf.api.sample import MicroBatchSpec
+from realhf.backends.shipped_policy import LESSONS, find_shipped_policy, is_outdated
 from realhf.base.dataclass_json import to_json_value
 from realhf.base.files import content_key, imported_files
 from realhf.base.installation import PACKAGE

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from experiments.sft import OUTDATED, build_warm_start, warm_start_recipe
-from experiments.shipped_policy import PROVENANCE, find_shipped_policy, main
+from experiments.shipped_policy import main
 from realhf.api.config import ConfigError
 from realhf.aws.tasks.loader import instantiate
+from realhf.backends.shipped_policy import PROVENANCE, find_shipped_policy
 from realhf.base.installation import IMPORT_ROOT, PACKAGE
 from realhf.launch.compose import compose_config
 
@@ -105,7 +106,8 @@ def test_an_environment_that_ships_none_is_one_line(capsys):
     )
     assert (
         capsys.readouterr().err
-        == "grpo: its environment says no folder for a policy that ships with it\n"
+        == "grpo: its environment has no folder for a policy that ships with it "
+        "(EnvironmentSpec.shipped_policy)\n"
     )
 
 

@@ -329,6 +329,21 @@ class StateEngine:
                 results.append(error)
         return results
 
+    async def compact(self) -> int:
+        """Return the unused space of sparse payload files to the disk, and the number of bytes
+        freed. Cheap while there is nothing to gain. Raises StoreFailure."""
+        files = self.store.files
+        if files is None or not files.is_wasteful(maintenance.held_bytes(self.state)):
+            return 0
+        # Collected within a round, because after its commit no other payload can become live again.
+        groups, closed_files = await self.write(maintenance.find_in_use, files)
+        freed = await self.store.compact((group.payload for group in groups), closed_files)
+        if freed:
+            logger.info(
+                "%s: freed %d MiB of files that were mostly empty", self.store.name, freed >> 20
+            )
+        return freed
+
     def _now(self) -> float:
         shared = self.store.now()
         return self._clock() if shared is None else shared
@@ -342,7 +357,7 @@ class StateEngine:
                     await self.write(maintenance.tidy)
                 if process_clock.now() >= compact_from:
                     compact_from = process_clock.now() + PAUSE_AFTER_FAILED_COMPACTION_S
-                    await maintenance.compact(self)
+                    await self.compact()
                     compact_from = 0.0
             except StoreFailure as error:
                 logger.warning("housekeeping waits: %s", error)

@@ -5,10 +5,9 @@ Source: docs/reference/trajectory.md 3.5 (buffer expiry), 3.7, 3.10, 3.11.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -18,10 +17,6 @@ from realhf.trajectory.state.delivery import close_lease
 from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.trajectory.store.segments import SegmentFile, Segments
 
-if TYPE_CHECKING:
-    from realhf.trajectory.state.engine import StateEngine
-
-logger = logging.getLogger(__name__)
 NAMES_KEPT = 256
 """Number of environment names that are kept although no environment uses them any more."""
 PER_ROUND = 1000
@@ -115,24 +110,7 @@ def _finished_leases(state: TrajectoryState, now: float) -> Iterator[LeaseRecord
             yield lease
 
 
-async def compact(engine: StateEngine) -> int:
-    """Return the unused space of sparse payload files to the disk, and the number of bytes freed.
-    Cheap while there is nothing to gain. Raises StoreFailure."""
-    store = engine.store
-    files = engine.store.files
-    if files is None or not files.is_wasteful(held_bytes(engine.state)):
-        return 0
-    # Collected within a round, because after its commit no other payload can become live again.
-    groups, closed_files = await engine.write(_in_use, files)
-    freed = await store.compact((group.payload for group in groups), closed_files)
-    if freed:
-        logger.info(
-            "%s: %d MiB given back of files that were mostly empty", store.name, freed >> 20
-        )
-    return freed
-
-
-def _in_use(
+def find_in_use(
     state: TrajectoryState, now: float, files: Segments
 ) -> tuple[list[GroupRecord], dict[int, SegmentFile]]:
     """Return the groups whose payloads are referenced, and the files that are no longer written

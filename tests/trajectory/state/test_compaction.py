@@ -20,7 +20,7 @@ from realhf.trajectory.records import StateOptions
 from realhf.trajectory.state import delivery, push, quarantine, registry, views
 from realhf.trajectory.state.delivery import LeasedBatch, PullRequest
 from realhf.trajectory.state.engine import StateEngine
-from realhf.trajectory.state.maintenance import compact, held_bytes
+from realhf.trajectory.state.maintenance import held_bytes
 from realhf.trajectory.store import segments
 from realhf.trajectory.store.base import Changes, StoreFailure
 from realhf.trajectory.store.sqlite import SqliteStore
@@ -89,9 +89,9 @@ async def test_one_group_in_each_file_keeps_little_of_them(tmp_path):
         key: (each.place, each.order, each.reason) for key, each in engine.state.groups.items()
     }
     assert disk_bytes(tmp_path) > 8 * held_bytes(engine.state)
-    assert await compact(engine) > 6 * held_bytes(engine.state)
+    assert await engine.compact() > 6 * held_bytes(engine.state)
     assert disk_bytes(tmp_path) <= 2 * held_bytes(engine.state) + 3 * SEGMENT
-    assert await compact(engine) == 0, "there is nothing to gain any more"
+    assert await engine.compact() == 0, "there is nothing to gain any more"
     await engine.close()
     again = await over(tmp_path)
     assert {
@@ -121,7 +121,7 @@ async def test_nothing_is_lost_or_reordered_while_room_is_given_back(tmp_path):
 
     async def compacting() -> None:
         while not done.is_set():
-            freed.append(await compact(engine))
+            freed.append(await engine.compact())
             await asyncio.sleep(0)
 
     beside = asyncio.create_task(compacting())
@@ -166,11 +166,11 @@ async def test_what_a_failed_round_acknowledged_is_not_given_back(tmp_path, monk
     with monkeypatch.context() as failure:
         failure.setattr(SqliteStore, "_write", failing)
         results = await asyncio.gather(
-            engine.write(delivery.ack, lease), compact(engine), return_exceptions=True
+            engine.write(delivery.ack, lease), engine.compact(), return_exceptions=True
         )
     assert [type(result) for result in results] == [StoreFailure, StoreFailure]
     engine._failure = None
-    assert await compact(engine) > 0
+    assert await engine.compact() > 0
     payloads = [each.payload for each in engine.state.groups.values()]
     assert sorted(await engine.store.read(payloads)) == [
         data_of(number) for number in range(0, 100, 10)
@@ -192,9 +192,9 @@ async def test_what_a_file_that_is_written_again_held_before_counts(tmp_path):
         await engine.write(push.push, [incoming(rest, 4)], await engine.store.stage([rest]), False)
         assert await consume(engine, 1) == [rest]
     assert disk_bytes(tmp_path) > 2 * held_bytes(engine.state) + 4 * SEGMENT
-    assert await compact(engine) > 0
+    assert await engine.compact() > 0
     assert disk_bytes(tmp_path) <= 2 * held_bytes(engine.state) + 4 * SEGMENT
-    assert await compact(engine) == 0
+    assert await engine.compact() == 0
     isolated = [each.payload for each in engine.state.quarantine.values()]
     assert await engine.store.read(isolated) == [b"%06d" % number * 500 for number in range(40)]
     await engine.close()
@@ -239,7 +239,7 @@ async def test_a_disk_without_holes_is_told_of_once(tmp_path, monkeypatch, caplo
 
     monkeypatch.setattr(segments, "_fallocate", unknown)
     engine = await mostly_empty(tmp_path)
-    assert [await compact(engine) for _ in range(2)] == [0, 0]
+    assert [await engine.compact() for _ in range(2)] == [0, 0]
     assert caplog.text.count("knows no holes") == 1
     payloads = [each.payload for each in engine.state.groups.values()]
     assert sorted(await engine.store.read(payloads)) == [
