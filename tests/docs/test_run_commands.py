@@ -49,6 +49,7 @@ PARSED = {
     r"examples/.*|docs/extend/examples/.*": "is run by tests/examples, tests/tinker or "
     "tests/docs/test_extend.py",
     r"tests\..*": "is a test",
+    r"realhf": "prints its version; tests/packaging/test_wheel.py runs it",
     r"realhf\.(aws\.|cluster|worker|monitor\.|dataflow\.|view).*": "needs a finished run, a pool "
     "for minutes, or hosts",
     r"workers\.producer_worker": "needs two servers and a policy",
