@@ -103,7 +103,7 @@ def _embedded(
         pause_timeout_s=options.pause_timeout_s,
         tracer=tracer,
         max_bytes=lambda: cache_bytes(
-            model.engine.kv_cache_gib, weights.device, shared=shared, taken=taken
+            model.engine.kv_cache_gib, weights.device, shared=shared, reserved_bytes=taken
         ),
     )
 

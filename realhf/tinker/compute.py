@@ -81,7 +81,7 @@ class Computer:
         self._options = options
         self._reply = reply
         self._threads = compute_threads(options.threads)
-        self._threads.take()
+        self._threads.use_in_this_thread()
         self._heap = Heap()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._base = load_causal_lm(options.path, "tinker", getattr(torch, options.dtype)).to(

@@ -28,7 +28,7 @@ from torch import Tensor
 from realhf.api.config import GenConfig, LoraConfig
 from realhf.api.model import GenRequest
 from realhf.backends.embedded.decode_core import DecodeCore, Turn, remaining_tokens
-from realhf.backends.embedded.sampling import check_request, stream_of
+from realhf.backends.embedded.sampling import check_request, seed_stream
 from realhf.backends.embedded.weight_copy import named_weights
 from realhf.backends.training.lora import ADAPTER, CONFIG, LoraAdapters
 from realhf.backends.training.packed_forward import Heads, heads_of
@@ -370,7 +370,7 @@ class Sampler:
         stream = (
             int.from_bytes(np.random.bytes(8), "little")
             if seed is None
-            else stream_of(seed + (i << 32))
+            else seed_stream(seed + (i << 32))
         )
         self._slots += 1
         request = GenRequest(self._slots, prompt)

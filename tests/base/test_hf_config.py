@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, MistralConfig
 
 from realhf.api.config import ModelConfig
-from realhf.backends.embedded.attention import layer_configs, n_sliding_layers, sliding_window
-from realhf.backends.embedded.forward_pass import fast_decoder
+from realhf.backends.embedded.attention import count_sliding_layers, layer_configs, sliding_window
+from realhf.backends.embedded.forward_pass import build_fast_decoder
 from realhf.backends.embedded.kv_cache import RowCache
 from realhf.backends.embedded.memory import head_sizes, token_bytes
 from realhf.base.hf_config import decoder_problem, layer_options, size_of
@@ -40,13 +40,13 @@ def test_widths_of_heads_are_read_layer_by_layer() -> None:
     config = Gemma4TextConfig(**SHAPE, **TWO_WIDTHS)
     assert head_sizes(config) == [16, 24]
     assert token_bytes(config, torch.bfloat16) == 2 * NUMBERS_OF_A_TOKEN
-    assert sliding_window(config) == 8 and n_sliding_layers(config) == 2
+    assert sliding_window(config) == 8 and count_sliding_layers(config) == 2
     assert [layer.head_dim for layer in layer_configs(config)] == [16, 24, 16, 24]
     narrow = llama(num_key_value_heads=1, intermediate_size=24)
     assert head_sizes(narrow) == [8] and token_bytes(narrow, torch.float32) == 4 * 2 * 8 * (
         1 + 3 * 2
     )
-    assert sliding_window(narrow) is None and n_sliding_layers(narrow) == 0
+    assert sliding_window(narrow) is None and count_sliding_layers(narrow) == 0
 
 
 def test_files_of_both_forms_say_what_a_token_takes() -> None:
@@ -116,8 +116,8 @@ def test_a_known_architecture_with_layers_of_its_own_generates_through_transform
 ) -> None:
     """The fast decoder reads the number of heads once for all layers."""
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE))
-    assert fast_decoder(model, RowCache()) is not None
+    assert build_fast_decoder(model, RowCache()) is not None
     model.config.per_layer_config = {0: {"num_key_value_heads": 1}}
     with caplog.at_level(logging.WARNING):
-        assert fast_decoder(model, RowCache()) is None
+        assert build_fast_decoder(model, RowCache()) is None
     assert "its layers have options of their own" in caplog.text

@@ -58,7 +58,7 @@ def sliding_window(config: Any) -> int | None:
     return next(iter(windows), None)
 
 
-def n_sliding_layers(config: Any) -> int:
+def count_sliding_layers(config: Any) -> int:
     """Return the number of layers with a sliding window in a model with this configuration."""
     return sum(window is not None for window in _windows(config))
 
@@ -88,20 +88,21 @@ def _window(layer: Any) -> int | None:
 
 
 def layer_masks(
-    config: Any, dtype: torch.dtype, closed: Tensor, far: Callable[[int], Tensor]
+    config: Any, dtype: torch.dtype, masked: Tensor, outside_window: Callable[[int], Tensor]
 ) -> Tensor | dict[str, Tensor]:
     """Return the additive mask, 0 or -inf in ``dtype``, for a model with this configuration, or one
     mask for each kind of layer if the model expects several.
 
     Args:
-        closed: bool, true for what no layer sees.
-        far: Return bool for a window in tokens, true for what layers with that window do not see.
+        masked: bool, true for what no layer sees.
+        outside_window: Function of a window in tokens that returns bool, true for what layers with that
+            window do not see.
     """
-    full = additive_mask(closed, dtype)
+    full = additive_mask(masked, dtype)
     window = sliding_window(config)
     if window is None:
         return full
-    windowed = additive_mask(closed | far(window), dtype)
+    windowed = additive_mask(masked | outside_window(window), dtype)
     return (
         {_FULL: full, _SLIDING: windowed}
         if getattr(config.get_text_config(), "layer_types", None)
@@ -112,36 +113,36 @@ def layer_masks(
 def check_layer_kinds(config: Any) -> None:
     """Raise ValueError for layers that do not see all tokens or a sliding window of them."""
     kinds = frozenset(getattr(config.get_text_config(), "layer_types", None) or ())
-    if odd := sorted(kinds - {_FULL, _SLIDING}):
+    if unsupported := sorted(kinds - {_FULL, _SLIDING}):
         raise ValueError(
-            f"{type(config).__name__}: layers of the kind {odd[0]} cannot generate from cached rows"
+            f"{type(config).__name__}: layers of the kind {unsupported[0]} cannot generate from cached rows"
         )
 
 
-def additive_mask(closed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return -inf where bool ``closed`` is set, 0 elsewhere."""
-    return torch.zeros(closed.shape, dtype=dtype, device=closed.device).masked_fill_(
-        closed, float("-inf")
+def additive_mask(masked: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return -inf where bool ``masked`` is set, 0 elsewhere."""
+    return torch.zeros(masked.shape, dtype=dtype, device=masked.device).masked_fill_(
+        masked, float("-inf")
     )
 
 
 @contextlib.contextmanager
-def attending_by(config: Any, name: str) -> Iterator[None]:
+def use_attention(config: Any, name: str) -> Iterator[None]:
     """Return a context manager that replaces the attention implementation ``sdpa`` of a model by
     the registered implementation ``name``; other implementations stay."""
-    before = config._attn_implementation
-    if before == "sdpa":
+    previous = config._attn_implementation
+    if previous == "sdpa":
         config._attn_implementation = name
     try:
         yield
     finally:
-        if before == "sdpa":
-            config._attn_implementation = before
+        if previous == "sdpa":
+            config._attn_implementation = previous
 
 
 ROW_DECODE = "row_decode"
 """Name of the attention implementation for decoding."""
-HARMLESS = frozenset(
+IGNORED_ARGUMENTS = frozenset(
     {"position_ids", "use_cache", "is_causal", "cache_position", "output_attentions"}
 )
 """Keyword arguments that do not change attention if a mask or a layout defines what a query
@@ -165,8 +166,10 @@ def row_decode_attention(
     Computes by plain products for a single query per row on a CPU, and by ``sdpa`` otherwise.
     """
     n, heads, n_query, dim = query.shape
-    odd = any(v for k, v in kwargs.items() if k not in HARMLESS and k != "sliding_window")
-    if n_query != 1 or attention_mask is None or dropout or odd or query.is_cuda:
+    has_other_options = any(
+        v for k, v in kwargs.items() if k not in IGNORED_ARGUMENTS and k != "sliding_window"
+    )
+    if n_query != 1 or attention_mask is None or dropout or has_other_options or query.is_cuda:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -217,22 +220,22 @@ def row_blocks(tokens: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> l
     ``positions`` int64 (n,) are those of their new tokens; ``tokens`` int64 (rows, columns) are the
     tokens of all rows of the cache.
     """
-    held = tokens[rows, : int(positions.max()) + 1]
-    differs = held[1:] != held[:-1]
-    common = np.where(differs.any(1), differs.argmax(1), held.shape[1])
+    row_tokens = tokens[rows, : int(positions.max()) + 1]
+    differs = row_tokens[1:] != row_tokens[:-1]
+    common = np.where(differs.any(1), differs.argmax(1), row_tokens.shape[1])
     common = np.minimum(common, np.minimum(positions[1:], positions[:-1])).tolist()
     blocks = []
     first = 0
     shared = 0
     for i in range(1, len(rows) + 1):
         if i < len(rows):
-            both = min(shared or common[i - 1], common[i - 1])
-            grows = both >= _MIN_SHARED and (
-                i - first == 1 or (shared > 0 and both >= _MIN_KEPT * shared)
+            common_with_row = min(shared or common[i - 1], common[i - 1])
+            joins_shared = common_with_row >= _MIN_SHARED and (
+                i - first == 1 or (shared > 0 and common_with_row >= _MIN_KEPT * shared)
             )
-            alone = shared == 0 and common[i - 1] < _MIN_SHARED and i - first < _MAX_ROWS
-            if grows or alone:
-                shared = both if grows else 0
+            joins_unshared = shared == 0 and common[i - 1] < _MIN_SHARED and i - first < _MAX_ROWS
+            if joins_shared or joins_unshared:
+                shared = common_with_row if joins_shared else 0
                 continue
         width = int(positions[first:i].max()) + 1
         blocks.append(
@@ -268,7 +271,9 @@ def block_attention(
     if not block.shared:
         weights = torch.softmax(scores.mul_(scale).add_(mask[..., :width]), -1).to(values.dtype)
         return torch.bmm(weights.flatten(0, 1), own_values).view(n, -1)
-    common_keys, common_values = (held[block.leader, :, : block.shared] for held in (keys, values))
+    common_keys, common_values = (
+        tensor[block.leader, :, : block.shared] for tensor in (keys, values)
+    )
     by_head = grouped.transpose(0, 1).reshape(kv_heads, -1, dim)
     common = torch.bmm(by_head.float(), common_keys.float().transpose(1, 2))
     common = common.view(kv_heads, n, -1, block.shared).transpose(0, 1)
@@ -297,11 +302,11 @@ def blocks_attention(
     if len(blocks) == 1 and blocks[0].first == 0:
         return block_attention(query, keys, values, mask, blocks[0], scale)
     parts = []
-    at = 0
+    next_row = 0
     for block in blocks:
-        if block.first > at:
-            parts.append(query.new_zeros(block.first - at, query.shape[1] * query.shape[2]))
+        if block.first > next_row:
+            parts.append(query.new_zeros(block.first - next_row, query.shape[1] * query.shape[2]))
         rows = slice(block.first, block.end)
         parts.append(block_attention(query[rows], keys, values, mask[rows], block, scale))
-        at = block.end
+        next_row = block.end
     return torch.cat(parts)

@@ -61,8 +61,8 @@ class LinuxCoreAccount:
 
     def __init__(self) -> None:
         self._files: dict[str, int] = {}
-        self._seen: dict[str, int] = {}
-        self._waited_ns = 0
+        self._last_waiting_ns: dict[str, int] = {}
+        self._total_waiting_ns = 0
 
     @staticmethod
     def open() -> LinuxCoreAccount | None:
@@ -73,27 +73,27 @@ class LinuxCoreAccount:
         except OSError:
             return None
 
-    def waited_s(self) -> float:
+    def total_waiting_s(self) -> float:
         """Return the total time that threads of this process were ready to run without a core,
         seconds."""
         threads = set(os.listdir(_TASKS))
         for ended in self._files.keys() - threads:
             self._forget(ended)
         for thread in threads:
-            waited = self._waited_of(thread)
-            if waited is not None:
-                # The time that a thread waited before it was first seen belongs to no window and is
+            waiting_ns = self._read_waiting_ns(thread)
+            if waiting_ns is not None:
+                # The time that a thread waited before it was first read belongs to no window and is
                 # not counted.
-                self._waited_ns += waited - self._seen.get(thread, waited)
-                self._seen[thread] = waited
-        return self._waited_ns * 1e-9
+                self._total_waiting_ns += waiting_ns - self._last_waiting_ns.get(thread, waiting_ns)
+                self._last_waiting_ns[thread] = waiting_ns
+        return self._total_waiting_ns * 1e-9
 
     def close(self) -> None:
         """Close all descriptors."""
         for thread in list(self._files):
             self._forget(thread)
 
-    def _waited_of(self, thread: str) -> int | None:
+    def _read_waiting_ns(self, thread: str) -> int | None:
         """Return the waiting time of a thread in nanoseconds, None if it has ended."""
         try:
             if thread not in self._files:
@@ -106,7 +106,7 @@ class LinuxCoreAccount:
             return None
 
     def _forget(self, thread: str) -> None:
-        self._seen.pop(thread, None)
+        self._last_waiting_ns.pop(thread, None)
         descriptor = self._files.pop(thread, None)
         if descriptor is not None:
             os.close(descriptor)
@@ -139,7 +139,7 @@ class OmpSpin:
         return OmpSpin(library, computing) if hasattr(library, "GOMP_parallel") else None
 
     @property
-    def short(self) -> bool:
+    def is_short(self) -> bool:
         """Whether waiting threads sleep at once."""
         return self._thread is not None
 
@@ -203,10 +203,10 @@ class ComputeThreads:
         self._spin = spin
         # Clock and waiting time at the last measurement, seconds.
         self._measured_at = 0.0
-        self._measured_waited = 0.0
+        self._measured_waiting_s = 0.0
         # Computing and waiting time of the current window, seconds.
         self._window_s = 0.0
-        self._window_waited = 0.0
+        self._window_waiting_s = 0.0
         # State of _switch: quiet windows required before spinning, quiet windows in a row, windows
         # since spinning started (STEADY_WINDOWS or more: not on trial).
         self._patience = 1
@@ -215,7 +215,7 @@ class ComputeThreads:
         if self._account is not None and spin is not None:
             self._sleep(spin)
 
-    def take(self) -> None:
+    def use_in_this_thread(self) -> None:
         """Make the calling thread compute with ``count`` threads."""
         self._set_threads(self.count)
 
@@ -227,18 +227,18 @@ class ComputeThreads:
         The time between two blocks is not measured, because other processes may then work for this
         engine.
         """
-        self.take()
+        self.use_in_this_thread()
         if self._account is None:
             yield
             return
         self._measured_at = self._clock()
-        self._measured_waited = self._account.waited_s()
+        self._measured_waiting_s = self._account.total_waiting_s()
         try:
             yield
         finally:
             self._measure(self._account)
 
-    def pace(self) -> None:
+    def measure_if_due(self) -> None:
         """Measure the cores if a window is over. Cheap enough to be called between the passes of a
         block."""
         if self._account is not None and self._clock() - self._measured_at >= WINDOW_S:
@@ -248,15 +248,15 @@ class ComputeThreads:
         """Add the time since the last measurement to the window; evaluate the window if it is
         complete."""
         now = self._clock()
-        waited = account.waited_s()
+        waiting_s = account.total_waiting_s()
         self._window_s += now - self._measured_at
-        self._window_waited += waited - self._measured_waited
+        self._window_waiting_s += waiting_s - self._measured_waiting_s
         self._measured_at = now
-        self._measured_waited = waited
+        self._measured_waiting_s = waiting_s
         if self._window_s >= WINDOW_S and self._spin is not None:
-            crowded = self._window_waited / self._window_s >= CROWDED
+            crowded = self._window_waiting_s / self._window_s >= CROWDED
             self._window_s = 0.0
-            self._window_waited = 0.0
+            self._window_waiting_s = 0.0
             self._switch(self._spin, crowded)
 
     def _switch(self, spin: OmpSpin, crowded: bool) -> None:
@@ -271,14 +271,14 @@ class ComputeThreads:
         if self._since_spin == STEADY_WINDOWS:
             self._patience = 1  # The trial succeeded.
         self._quiet = 0 if crowded else self._quiet + 1
-        if crowded and not spin.short:
+        if crowded and not spin.is_short:
             if self._since_spin < STEADY_WINDOWS:
                 self._patience = min(2 * self._patience, LONGEST_PATIENCE)  # The trial failed.
             # The count stays at STEADY_WINDOWS or above while asleep, so that it cannot reset the
             # patience.
             self._since_spin = STEADY_WINDOWS
             self._sleep(spin)
-        elif spin.short and self._quiet >= self._patience:
+        elif spin.is_short and self._quiet >= self._patience:
             self._quiet = 0
             self._since_spin = 0
             spin.lengthen()
@@ -295,7 +295,7 @@ class ComputeThreads:
             )
 
 
-def unmanaged() -> ComputeThreads:
+def unmanaged_threads() -> ComputeThreads:
     """Return compute threads that do not change the number of threads of torch."""
     return ComputeThreads(1, set_threads=lambda _: None)
 

@@ -26,8 +26,8 @@ from realhf.api.trace import GENERATE, WEIGHTS, Tracer
 from realhf.backends.embedded.compute_threads import threads as compute_threads
 from realhf.backends.embedded.decode_core import DecodeCore, Turn, remaining_tokens
 from realhf.backends.embedded.memory import oom_message
-from realhf.backends.embedded.sampling import check_request, stream_of
-from realhf.backends.embedded.weight_copy import copy_weights, held_digests
+from realhf.backends.embedded.sampling import check_request, seed_stream
+from realhf.backends.embedded.weight_copy import copy_weights, digest_weights
 from realhf.base import process_clock
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _SPAN_NS = 100_000_000
 
 
 @dataclass
-class _WeightUpdate:
+class _PendingUpdate:
     """A weight update that waits for the engine's thread."""
 
     version: int
@@ -47,7 +47,7 @@ class _WeightUpdate:
     """The weights, by name."""
     again: bool
     """Whether to load the version even if it is loaded already."""
-    over: threading.Event = field(default_factory=threading.Event)
+    finished: threading.Event = field(default_factory=threading.Event)
     """Set when the update is complete or has failed."""
     error: BaseException | None = None
     """Why it failed."""
@@ -57,11 +57,11 @@ class _WeightUpdate:
 class _Span:
     """Consecutive steps that are not reported to the tracer yet."""
 
-    began: int
+    start_ns: int
     """Start, wall-clock nanoseconds."""
     tokens: int
     """Number of tokens generated before the start."""
-    ended: int = 0
+    end_ns: int = 0
     """End, wall-clock nanoseconds."""
 
 
@@ -106,20 +106,20 @@ class ContinuousGenerator:
         self._max_bytes = max_bytes
         self._version = version
         self._pause_timeout_s = pause_timeout_s
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._waiting: deque[tuple[Turn, Done]] = deque()
         self._running: dict[int, tuple[Turn, Done]] = {}  # By slot.
         self._to_abort: set[int] = set()
         self._to_free: set[int] = set()
         # Slots with a request in progress, to be freed when it ends.
         self._free_at_end: set[int] = set()
-        self._weights: _WeightUpdate | None = None
+        self._weights: _PendingUpdate | None = None
         self._paused = False  # A pause is requested.
         self._parked = False  # The engine's thread has stopped for the pause.
         self._closing = False
         self._busy_s = 0.0
         self._weight_pause_ms = 0.0
-        self._stopped = (
+        self._pause_start_ns = (
             0  # Wall-clock ns of the start of a weight update that requests wait for, otherwise 0.
         )
         self._span: _Span | None = None
@@ -139,38 +139,38 @@ class ContinuousGenerator:
         ``done`` receives a ValueError for a request without tokens, with options out of range or
         for a slot with a request in progress, and the error of a failed forward pass.
         """
-        stream = stream_of(
+        stream = seed_stream(
             int.from_bytes(os.urandom(8), "little") if request.seed is None else request.seed
         )
         budget = remaining_tokens(request, config, self._core.limit)
         turn = Turn(request, config, frozenset(stop_ids), budget, stream)
-        with self._changed:
+        with self._condition:
             if self._closing:
                 raise RuntimeError("the generation engine is closed")
             self._waiting.append((turn, done))
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def abort(self, slots: Sequence[int]) -> None:
         """See ``StreamingGenerator``. Slots without a request are ignored."""
-        with self._changed:
+        with self._condition:
             self._to_abort.update(slots)
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def free(self, slots: Sequence[int]) -> None:
         """See ``StreamingGenerator``. The slot of a request in progress is freed when it ends."""
-        with self._changed:
+        with self._condition:
             self._to_free.update(slots)
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def pause(self, timeout_s: float) -> None:
         """See ``StreamingGenerator``. After a timeout the engine is not paused."""
-        with self._changed:
+        with self._condition:
             was_paused = self._paused
             self._paused = True
-            self._changed.notify_all()
+            self._condition.notify_all()
             if not self._wait_for(lambda: self._parked or self._closing, timeout_s):
                 self._paused = was_paused
-                self._changed.notify_all()
+                self._condition.notify_all()
                 raise TimeoutError(
                     f"the generation engine did not finish its step within {timeout_s:g} s"
                 )
@@ -178,23 +178,23 @@ class ContinuousGenerator:
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Wait for a condition; return whether it became true in time. Called under the lock."""
         return process_clock.wait(
-            lambda left_s: self._changed.wait_for(condition, left_s), timeout_s
+            lambda left_s: self._condition.wait_for(condition, left_s), timeout_s
         )
 
     def resume(self) -> None:
         """Continue after ``pause``. Does nothing if the engine is not paused."""
-        with self._changed:
+        with self._condition:
             self._paused = False
             self._parked = False
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def load_weights(
         self, version: int, tensors: Mapping[str, Tensor], *, again: bool = False
     ) -> None:
         """See ``StreamingGenerator``. Raises TimeoutError if the current step does not end in
         time."""
-        update = _WeightUpdate(version, tensors, again)
-        with self._changed:
+        update = _PendingUpdate(version, tensors, again)
+        with self._condition:
             if not self._wait_for(
                 lambda: self._weights is None or self._closing, self._pause_timeout_s
             ):
@@ -205,9 +205,9 @@ class ContinuousGenerator:
             if self._closing:
                 raise RuntimeError("the generation engine is closed")
             self._weights = update
-            self._changed.notify_all()
-        if not process_clock.wait(update.over.wait, self._pause_timeout_s):
-            with self._changed:
+            self._condition.notify_all()
+        if not process_clock.wait(update.finished.wait, self._pause_timeout_s):
+            with self._condition:
                 withdrawn = self._weights is update
                 if withdrawn:
                     self._weights = None
@@ -215,14 +215,14 @@ class ContinuousGenerator:
                 raise TimeoutError(
                     f"the generation engine's step did not end within {self._pause_timeout_s:g} s"
                 )
-            update.over.wait()  # The engine is already copying the weights, which ends without other threads.
+            update.finished.wait()  # The engine is already copying the weights, which ends without other threads.
         if update.error is not None:
             raise update.error
 
     def weight_digests(self, names: Sequence[str]) -> dict[str, HeldTensor]:
         """See ``StreamingGenerator``. Computed on the caller's thread while generation
         continues."""
-        return held_digests(self._model, names)
+        return digest_weights(self._model, names)
 
     def replica(self) -> ContinuousGenerator | None:
         """See ``StreamingGenerator``. None if memory does not suffice for a second copy of the
@@ -255,7 +255,7 @@ class ContinuousGenerator:
         copied.
         """
         core = self._core
-        with self._changed:
+        with self._condition:
             return {
                 "generated_tokens": float(core.generated_tokens),
                 "prefill_tokens": float(core.computed_tokens),
@@ -268,9 +268,9 @@ class ContinuousGenerator:
 
     def close(self) -> None:
         """See ``StreamingGenerator``. Raises TimeoutError if the thread does not end in time."""
-        with self._changed:
+        with self._condition:
             self._closing = True
-            self._changed.notify_all()
+            self._condition.notify_all()
         if threading.current_thread() is self._thread:
             return
         self._thread.join(_CLOSE_TIMEOUT_S)
@@ -283,7 +283,7 @@ class ContinuousGenerator:
         """Run the engine's thread."""
         error: BaseException = RuntimeError("the generation engine was closed")
         try:
-            self._compute.take()
+            self._compute.use_in_this_thread()
             while self._run_round():
                 pass
         except BaseException as unexpected:
@@ -294,7 +294,7 @@ class ContinuousGenerator:
     def _run_round(self) -> bool:
         """Process the requests of other threads and run one step. Return False when the engine
         closes."""
-        with self._changed:
+        with self._condition:
             self._wait_for_work()
             if self._closing:
                 return False
@@ -303,7 +303,7 @@ class ContinuousGenerator:
             self._weights = None
             results = self._end_aborted()
             self._free_slots()
-            self._changed.notify_all()
+            self._condition.notify_all()
         for done, result in results:
             _call_done(done, result)
         if update is not None:
@@ -328,13 +328,13 @@ class ContinuousGenerator:
         while True:
             if self._paused and not self._parked:
                 self._parked = True
-                self._changed.notify_all()
+                self._condition.notify_all()
             has_requests = self._weights is not None or self._to_abort or self._to_free
             can_step = not self._paused and self._version >= 0 and (self._running or self._waiting)
             if self._closing or has_requests or can_step:
                 return
             self._report_span()
-            self._changed.wait()
+            self._condition.wait()
 
     def _end_aborted(self) -> list[tuple[Done, GenOutput]]:
         """Remove aborted requests from those in progress and from the queue; return their
@@ -361,9 +361,9 @@ class ContinuousGenerator:
         self._to_free = set()
         self._core.free(idle)
 
-    def _apply_update(self, update: _WeightUpdate) -> None:
+    def _apply_update(self, update: _PendingUpdate) -> None:
         """Load new weights into the model and complete the update."""
-        began = time.time_ns()
+        start_ns = time.time_ns()
         try:
             if update.version < self._version:
                 raise ValueError(
@@ -376,18 +376,18 @@ class ContinuousGenerator:
                 if self._kv_policy == "recompute":
                     self._core.forget_tokens()
                 # If a request is in progress, the pause ends with its next token (see _step).
-                self._stopped = began if self._running and not self._paused else 0
-                self._weight_pause_ms = (time.time_ns() - began) * 1e-6
+                self._pause_start_ns = start_ns if self._running and not self._paused else 0
+                self._weight_pause_ms = (time.time_ns() - start_ns) * 1e-6
                 self._tracer.record(
-                    f"{WEIGHTS}/copy", began, time.time_ns(), version=update.version
+                    f"{WEIGHTS}/copy", start_ns, time.time_ns(), version=update.version
                 )
         except Exception as error:
             update.error = error
-        update.over.set()
+        update.finished.set()
 
     def _start_waiting(self) -> None:
         """Start waiting requests as long as there are rows."""
-        with self._changed:
+        with self._condition:
             n_free = min(len(self._waiting), self._max_rows - len(self._running))
             candidates = [self._waiting.popleft() for _ in range(n_free)]
         valid: dict[int, tuple[Turn, Done]] = {}
@@ -401,10 +401,10 @@ class ContinuousGenerator:
             else:
                 valid[turn.slot] = (turn, done)
         if valid:
-            with self._changed:
+            with self._condition:
                 self._running.update(valid)
             n_started = self._core.join([turn for turn, _ in valid.values()])
-            with self._changed:
+            with self._condition:
                 # Those without a row go back to the front of the queue, in their order.
                 not_started = [self._running.pop(slot) for slot in [*valid][n_started:]]
                 self._waiting.extendleft(reversed(not_started))
@@ -422,21 +422,21 @@ class ContinuousGenerator:
 
     def _step(self) -> None:
         """Run one step of the core and complete the requests that ended."""
-        began = time.time_ns()
+        start_ns = time.time_ns()
         before = self._core.generated_tokens
         with self._compute.computing():
             ended = self._core.step(self._version)
-        now = time.time_ns()
-        self._busy_s += (now - began) * 1e-9
-        if self._stopped and self._core.generated_tokens > before:
-            self._weight_pause_ms = (now - self._stopped) * 1e-6
-            self._stopped = 0
+        end_ns = time.time_ns()
+        self._busy_s += (end_ns - start_ns) * 1e-9
+        if self._pause_start_ns and self._core.generated_tokens > before:
+            self._weight_pause_ms = (end_ns - self._pause_start_ns) * 1e-6
+            self._pause_start_ns = 0
         if self._span is None:
-            self._span = _Span(began, before)
-        self._span.ended = now
-        if now - self._span.began > _SPAN_NS:
+            self._span = _Span(start_ns, before)
+        self._span.end_ns = end_ns
+        if end_ns - self._span.start_ns > _SPAN_NS:
             self._report_span()
-        with self._changed:
+        with self._condition:
             results = [(self._running.pop(turn.slot)[1], turn.output()) for turn in ended]
             to_free = self._free_at_end & {turn.slot for turn in ended}
             self._free_at_end -= to_free
@@ -451,12 +451,12 @@ class ContinuousGenerator:
         if span is not None:
             tokens = self._core.generated_tokens - span.tokens
             self._tracer.record(
-                GENERATE, span.began, span.ended, tokens=tokens, rows=len(self._running)
+                GENERATE, span.start_ns, span.end_ns, tokens=tokens, rows=len(self._running)
             )
 
     def _fail_running(self, error: Exception) -> None:
         """Complete all requests in progress with an error."""
-        with self._changed:
+        with self._condition:
             failed = list(self._running.values())
             self._running = {}
             self._free_at_end.clear()
@@ -470,19 +470,19 @@ class ContinuousGenerator:
             error if isinstance(error, Exception) else RuntimeError(f"generation ended: {error!r}")
         )
         self._report_span()
-        with self._changed:
+        with self._condition:
             self._closing = True
             failed = [*self._running.values(), *self._waiting]
             self._running = {}
             self._waiting = deque()
             update = self._weights
             self._weights = None
-            self._changed.notify_all()
+            self._condition.notify_all()
         for _, done in failed:
             _call_done(done, failure)
         if update is not None:
             update.error = failure
-            update.over.set()
+            update.finished.set()
         self._core.reset()
 
 
@@ -491,4 +491,4 @@ def _call_done(done: Done, result: GenOutput | Exception) -> None:
     try:
         done(result)
     except Exception:
-        _log.exception("who asked for tokens failed to take them")
+        _log.exception("the callback of a generation request raised an error")

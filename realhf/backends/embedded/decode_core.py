@@ -24,7 +24,7 @@ from realhf.backends.embedded.forward_pass import (
     FastDecoder,
     ModulePass,
     PrefillPiece,
-    fast_decoder,
+    build_fast_decoder,
 )
 from realhf.backends.embedded.kv_cache import RowCache
 from realhf.backends.embedded.memory import explain_oom, token_bytes
@@ -112,7 +112,7 @@ class RowTable:
         self.lengths = np.zeros(rows, dtype=np.int64)
         self.lengths[: len(lengths)] = lengths
 
-    def seat(self, slots: Sequence[int], busy: Collection[int]) -> list[int]:
+    def assign_rows(self, slots: Sequence[int], busy: Collection[int]) -> list[int]:
         """Return a row for each of these slots, or for the first of them if there are not enough
         rows.
 
@@ -121,23 +121,23 @@ class RowTable:
         which the caller then has to ``resize``.
         """
         row_of_slot = self._row_of_slot
-        taken = set(row_of_slot.values())
-        kept = {*busy, *slots}
-        evictable = iter([slot for slot in row_of_slot if slot not in kept])
+        used_rows = set(row_of_slot.values())
+        protected = {*busy, *slots}
+        evictable = iter([slot for slot in row_of_slot if slot not in protected])
         rows: list[int] = []
-        lowest = 0
+        next_free = 0
         for slot in slots:
             row = row_of_slot.pop(slot, None)
             if row is None:
-                while lowest in taken:
-                    lowest += 1
-                if self.max_rows is None or lowest < self.max_rows:
-                    row = lowest
+                while next_free in used_rows:
+                    next_free += 1
+                if self.max_rows is None or next_free < self.max_rows:
+                    row = next_free
                 elif (victim := next(evictable, None)) is not None:
                     row = row_of_slot.pop(victim)
                 else:
                     break
-                taken.add(row)
+                used_rows.add(row)
                 if row < len(self.lengths):
                     self.lengths[row] = 0
             row_of_slot[slot] = (
@@ -146,29 +146,29 @@ class RowTable:
             rows.append(row)
         return rows
 
-    def compact(self, live: Collection[int]) -> tuple[list[int], list[int]]:
-        """Move the rows ``live`` to the front.
+    def compact(self, busy: Collection[int]) -> tuple[list[int], list[int]]:
+        """Move the rows ``busy`` to the front.
 
         Returns the (source, target) rows of the contents to copy. They form a permutation, so all
         sources have to be read before any target is written.
         """
         slot_of = {row: slot for slot, row in self._row_of_slot.items()}
-        # With n live rows, the live rows at n or above move to the rows below n that are not live.
+        # With n busy rows, those at n or above move to the rows below n that are not busy.
         # There are equally many of both.
-        holes = [row for row in range(len(live)) if row not in live]
-        far = sorted(row for row in live if row >= len(live))
-        source = [*far]
+        holes = [row for row in range(len(busy)) if row not in busy]
+        moving = sorted(row for row in busy if row >= len(busy))
+        source = [*moving]
         target = [*holes]
-        for hole, row in zip(holes, far, strict=True):
-            # A hole may have the cached tokens of an idle slot: it changes places with the live
-            # row.
+        for hole, row in zip(holes, moving, strict=True):
+            # A hole may have the cached tokens of an idle slot: it changes places with the
+            # busy row.
             if hole in slot_of:
                 source.append(hole)
                 target.append(row)
         # NumPy reads the whole right side before it assigns, as the permutation requires.
         self.tokens[target] = self.tokens[source]
         self.lengths[target] = self.lengths[source]
-        self.lengths[[row for row in far if row not in target]] = 0
+        self.lengths[[row for row in moving if row not in target]] = 0
         for old, new in zip(source, target, strict=True):
             self._row_of_slot[slot_of[old]] = new
         return source, target
@@ -194,14 +194,14 @@ class RowTable:
         donor = row
         level = 0
         if start < last:
-            shared = self._count_common_all(prefix)
-            shared[[r for r, item in planned.items() if item.level + 1 >= _MAX_LEVELS]] = 0
-            best = int(shared.argmax())
-            donated = min(int(shared[best]), last)
-            if donated >= start + _MIN_DONATED:
-                start = donated
-                donor = best
-                level = planned[best].level + 1 if best in planned else 0
+            common = self._count_common_all(prefix)
+            common[[r for r, item in planned.items() if item.level + 1 >= _MAX_LEVELS]] = 0
+            best_donor = int(common.argmax())
+            n_donated = min(int(common[best_donor]), last)
+            if n_donated >= start + _MIN_DONATED:
+                start = n_donated
+                donor = best_donor
+                level = planned[best_donor].level + 1 if best_donor in planned else 0
         self.tokens[row, : len(prefix)] = prefix
         self.lengths[row] = last if start == last else len(prefix)
         return PrefillItem(row, start, donor, level)
@@ -265,7 +265,7 @@ class Turn:
         return len(self.request.token_ids) + len(self.token_ids)
 
     @property
-    def short(self) -> bool:
+    def below_minimum(self) -> bool:
         """Whether the turn has fewer than ``min_new_tokens``, so that stop ids are banned."""
         return self.request.sampled + len(self.token_ids) < self.config.min_new_tokens
 
@@ -304,10 +304,10 @@ class DecodeCore:
         self._cache = RowCache()
         self._max_rows = max_rows
         self._max_bytes = max_bytes
-        self._bytes: int | None = None
+        self._max_cache_bytes: int | None = None
         self._table = RowTable(max_rows)
-        self._pass: FastDecoder | ModulePass | None = None
-        self._live: list[Turn] = []
+        self._forward_pass: FastDecoder | ModulePass | None = None
+        self._running: list[Turn] = []
         # Largest (rows, columns) of the cache before it was released.
         self._largest_shape = (0, 0)
         self.generated_tokens = 0
@@ -315,9 +315,9 @@ class DecodeCore:
         self.reused_tokens = 0
 
     @property
-    def live(self) -> int:
+    def n_running(self) -> int:
         """Number of turns in progress."""
-        return len(self._live)
+        return len(self._running)
 
     @property
     def kv_bytes(self) -> int:
@@ -335,9 +335,9 @@ class DecodeCore:
         The next turns allocate the same size at once, instead of growing the cache step by step.
         Raises RuntimeError while turns are in progress.
         """
-        if self._live:
+        if self._running:
             raise RuntimeError(
-                f"{len(self._live)} turns are in play: their keys and values cannot be given back"
+                f"{len(self._running)} turns are in progress: their keys and values cannot be freed"
             )
         rows, columns = self._largest_shape
         self._largest_shape = (max(rows, self._cache.rows), max(columns, self._cache.columns))
@@ -351,15 +351,15 @@ class DecodeCore:
         """Invalidate all cached tokens after a weight update. Turns in progress compute their
         prefix again."""
         self._table.forget_tokens()
-        for turn in self._live:
+        for turn in self._running:
             turn.cached = False
 
     def reset(self) -> None:
         """Discard all state, turns in progress included."""
-        self._live = []
+        self._running = []
         self._cache.clear()
         self._table = RowTable(self._max_rows)
-        self._pass = None
+        self._forward_pass = None
 
     def join(self, turns: Sequence[Turn]) -> int:
         """Start as many of the first turns as there are rows for, and return their number.
@@ -370,21 +370,25 @@ class DecodeCore:
         if not turns:
             return 0
         columns = max(t.length + t.budget for t in turns)
-        max_rows = self._fitting_rows(columns)
-        if self._bytes is not None and max_rows is not None and self._cache.rows > max_rows:
+        max_rows = self._compute_max_rows(columns)
+        if (
+            self._max_cache_bytes is not None
+            and max_rows is not None
+            and self._cache.rows > max_rows
+        ):
             # With longer rows the allocated ones would exceed the memory budget: allocate a new
             # cache once it is idle.
-            if self._live:
+            if self._running:
                 return 0
             self._cache.clear()
             self._table = RowTable(max_rows)
         self._table.max_rows = max_rows
         slots = [t.slot for t in turns]
-        rows = self._table.seat(slots, {t.slot for t in self._live})
-        if not rows and not self._live:
+        rows = self._table.assign_rows(slots, {t.slot for t in self._running})
+        if not rows and not self._running:
             # All rows belong to later turns of this call, which wait for the first one: free them.
             self._table.free(None)
-            rows = self._table.seat(slots, ())
+            rows = self._table.assign_rows(slots, ())
         started = turns[: len(rows)]
         if not started:
             return 0
@@ -392,19 +396,19 @@ class DecodeCore:
         for turn, row in zip(started, rows, strict=True):
             turn.row = row
             turn.cached = False
-        self._live.extend(started)
+        self._running.extend(started)
         return len(started)
 
-    def _fitting_rows(self, columns: int) -> int | None:
+    def _compute_max_rows(self, columns: int) -> int | None:
         """Return the maximum number of rows with ``columns`` columns, None for no limit."""
         if not self._cache.rows:
-            self._bytes = self._max_bytes()
-        if self._bytes is None:
+            self._max_cache_bytes = self._max_bytes()
+        if self._max_cache_bytes is None:
             return self._max_rows
-        row_bytes = self._cache.columns_for(columns) * token_bytes(
+        row_bytes = self._cache.columns_after_reserve(columns) * token_bytes(
             self.model.config, self.model.dtype
         )
-        fitting = max(1, self._bytes // row_bytes)
+        fitting = max(1, self._max_cache_bytes // row_bytes)
         return fitting if self._max_rows is None else min(fitting, self._max_rows)
 
     def _reserve(self, rows: int, columns: int, max_rows: int | None) -> None:
@@ -414,7 +418,9 @@ class DecodeCore:
         required = rows
         if not allocated:
             rows = max(rows, self._largest_shape[0])
-            columns = max(columns, self._largest_shape[1]) if self._bytes is None else columns
+            columns = (
+                max(columns, self._largest_shape[1]) if self._max_cache_bytes is None else columns
+            )
         elif rows > allocated:
             rows = max(rows, allocated + allocated // 2)
         rows = rows if max_rows is None else max(required, min(rows, max_rows))
@@ -424,7 +430,11 @@ class DecodeCore:
 
     def _describe_cache(self, rows: int, columns: int) -> str:
         """Return the size of a cache and the options that lower it, for an error message."""
-        bound = "not set" if self._bytes is None else f"{self._bytes / 2**30:.3g} GiB now"
+        bound = (
+            "not set"
+            if self._max_cache_bytes is None
+            else f"{self._max_cache_bytes / 2**30:.3g} GiB now"
+        )
         return (
             f"keys and values of {rows} rows of {columns} tokens: lower engine.kv_cache_gib "
             f"({bound}) or "
@@ -434,7 +444,7 @@ class DecodeCore:
     def leave(self, turns: Iterable[Turn]) -> None:
         """Remove turns from those in progress. Their tokens stay cached."""
         leaving = set(map(id, turns))
-        self._live = [turn for turn in self._live if id(turn) not in leaving]
+        self._running = [turn for turn in self._running if id(turn) not in leaving]
 
     @torch.inference_mode()
     def step(self, version: int) -> list[Turn]:
@@ -453,19 +463,19 @@ class DecodeCore:
             ):
                 self._compact()
                 turns, logits = self._compute()
-                return self._draw(turns, logits, version)
+                return self._sample_next(turns, logits, version)
         except BaseException:
             self.reset()
             raise
 
     def _compact(self) -> None:
         """Move the active rows to the front if too many idle rows are between them."""
-        rows = {turn.row for turn in self._live}
+        rows = {turn.row for turn in self._running}
         idle = max(rows, default=-1) + 1 - len(rows)
         if idle < max(2.0, _IDLE_FRACTION * len(rows)):
             return
         self._copy(*self._table.compact(rows))
-        for turn in self._live:
+        for turn in self._running:
             turn.row = self._table.row_of(turn.slot)
 
     def _copy(self, source: list[int], target: list[int], columns: int | None = None) -> None:
@@ -473,9 +483,9 @@ class DecodeCore:
         targets."""
         if source:
             used = int(self._table.lengths[target].max()) if columns is None else columns
-            self._cache.copy_rows(self._index(source), self._index(target), used)
+            self._cache.copy_rows(self._to_index(source), self._to_index(target), used)
 
-    def _index(self, values: list[int]) -> Tensor:
+    def _to_index(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.model.device)
 
     def _compute(self) -> tuple[list[Turn], Tensor]:
@@ -502,7 +512,7 @@ class DecodeCore:
             decoding = None
             if level == levels - 1:
                 prefilled_rows = {turn.row for turn, item in plan if turn.length - item.start > 1}
-                ready = [t for t in self._live if t.cached and t.row not in prefilled_rows]
+                ready = [t for t in self._running if t.cached and t.row not in prefilled_rows]
                 decoding = self._build_decoding(ready)
                 turns.extend(ready)
             turns.extend(turn for turn, _ in prefilled)
@@ -516,7 +526,7 @@ class DecodeCore:
         plan: list[tuple[Turn, PrefillItem]] = []
         n_tokens = 0
         max_tokens = _STEP_TOKENS.get(self.model.device.type, _STEP_TOKENS_DEFAULT)
-        for turn in self._live:
+        for turn in self._running:
             if not turn.cached and n_tokens < max_tokens:
                 item = self._table.plan(turn.row, turn.prefix(), planned)
                 planned[turn.row] = item
@@ -540,13 +550,13 @@ class DecodeCore:
 
     def _forward(self) -> FastDecoder | ModulePass:
         """Return the forward pass of the model."""
-        if self._pass is None:
-            self._pass = fast_decoder(self.model, self._cache) or ModulePass(
+        if self._forward_pass is None:
+            self._forward_pass = build_fast_decoder(self.model, self._cache) or ModulePass(
                 self.model, self._cache, self.limit
             )
-        return self._pass
+        return self._forward_pass
 
-    def _draw(self, turns: list[Turn], logits: Tensor, version: int) -> list[Turn]:
+    def _sample_next(self, turns: list[Turn], logits: Tensor, version: int) -> list[Turn]:
         """Sample and record the next token of each turn; return the turns that ended."""
         tokens, logprobs = self._sample(turns, logits)
         if not np.isfinite(logprobs).all():
@@ -590,7 +600,7 @@ class DecodeCore:
         all_tokens = np.zeros(len(turns), dtype=np.int64)
         all_logprobs = np.zeros(len(turns), dtype=np.float32)
         for members in by_parameters.values():
-            index = self._index(members)
+            index = self._to_index(members)
             tokens, logprobs = sample_tokens(
                 logits[index],
                 draws[index],
@@ -604,10 +614,10 @@ class DecodeCore:
     def _banned_tokens(self, turns: list[Turn], logits: Tensor) -> Tensor | None:
         """Return the tokens that turns below their minimum length may not sample, bool (n,
         vocabulary)."""
-        short = [i for i, turn in enumerate(turns) if turn.short and turn.stops]
-        if not short:
+        below_minimum = [i for i, turn in enumerate(turns) if turn.below_minimum and turn.stops]
+        if not below_minimum:
             return None
         banned = torch.zeros(logits.shape, dtype=torch.bool)
-        for i in short:
+        for i in below_minimum:
             banned[i, list(turns[i].stops)] = True
         return banned.to(logits.device)

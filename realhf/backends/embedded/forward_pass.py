@@ -21,20 +21,20 @@ from torch import Tensor, nn
 from realhf.backends.embedded.attention import (
     ROW_DECODE,
     additive_mask,
-    attending_by,
     blocks_attention,
     check_layer_kinds,
     layer_masks,
     layers_differ,
     row_blocks,
     sliding_window,
+    use_attention,
 )
 from realhf.backends.embedded.kernels import (
-    LEAST_ROWS,
+    MIN_ROWS,
     OneDnnLinear,
-    product,
-    rows_of_product,
-    suits,
+    onednn_linear,
+    onednn_row_range,
+    supports_onednn,
 )
 from realhf.backends.embedded.kv_cache import RowCache
 
@@ -90,7 +90,7 @@ class ModulePass:
     def run(self, decoding: Decoding | None, pieces: Sequence[PrefillPiece]) -> Tensor:
         """Return logits (decoding rows + pieces, vocabulary) after the last token of each, decoding
         rows first."""
-        with attending_by(self._model.config, ROW_DECODE):
+        with use_attention(self._model.config, ROW_DECODE):
             logits = [] if decoding is None else [self._decode(decoding)]
             by_piece: list[Tensor | None] = [None] * len(pieces)
             for chunk in _chunks(pieces):
@@ -105,19 +105,19 @@ class ModulePass:
         """Feed all rows up to the last decoding one. The idle rows among them get a token in their
         last column, which is never read: the last token of a sequence is sampled but not fed."""
         n = int(decoding.rows[-1]) + 1
-        spare = min(self._cache.columns, self._limit) - 1
+        idle_position = min(self._cache.columns, self._limit) - 1
         tokens = np.full(n, decoding.tokens[0], dtype=np.int64)
-        positions = np.full(n, spare)
+        positions = np.full(n, idle_position)
         tokens[decoding.rows], positions[decoding.rows] = decoding.tokens, decoding.positions
         width = int(decoding.positions.max()) + 1
-        at = self._index(positions)
-        self._cache.bind_decode(at, torch.arange(n, device=at.device), width)
+        columns = self._to_index(positions)
+        self._cache.bind_decode(columns, torch.arange(n, device=columns.device), width)
         # Clamp the positions of idle rows, from which a rotary embedding that depends on the
         # length would infer a longer text.
         logits = self._forward(
-            self._index(tokens)[:, None], at.clamp(max=width - 1)[:, None], width
+            self._to_index(tokens)[:, None], columns.clamp(max=width - 1)[:, None], width
         )
-        return logits[self._index(decoding.rows)]
+        return logits[self._to_index(decoding.rows)]
 
     def _prefill(self, pieces: Sequence[PrefillPiece]) -> Tensor:
         """Feed pieces, padded on the left by their own first tokens so that the last query of every
@@ -130,23 +130,25 @@ class ModulePass:
         valid = position >= starts[:, None]
         tokens = np.repeat([[int(piece.tokens[0])] for piece in pieces], n_query, axis=1)
         tokens[valid] = np.concatenate([p.tokens for p in pieces])
-        columns = self._index(np.where(valid, position, 0))
-        rows = self._index([p.row for p in pieces])
+        columns = self._to_index(np.where(valid, position, 0))
+        rows = self._to_index([p.row for p in pieces])
         self._cache.bind_prefill(
             rows, columns, torch.as_tensor(valid, device=columns.device), width
         )
-        return self._forward(self._index(tokens), columns, width)
+        return self._forward(self._to_index(tokens), columns, width)
 
     def _forward(self, tokens: Tensor, positions: Tensor, width: int) -> Tensor:
         """Feed ``tokens`` at ``positions``, int64 (n, n_query) each, with attention over the first
         ``width`` columns of their rows; return logits (n, vocabulary) after the last one."""
         column = torch.arange(width, device=positions.device)
-        at = positions[:, None, :, None]
+        position = positions[:, None, :, None]
         # An idle row beyond the width must see something too: a softmax over nothing is NaN.
-        far = lambda window: column <= at.clamp(max=width - 1) - window
+        outside_window = lambda window: column <= position.clamp(max=width - 1) - window
         out = self._model(
             input_ids=tokens,
-            attention_mask=layer_masks(self._model.config, self._model.dtype, column > at, far),
+            attention_mask=layer_masks(
+                self._model.config, self._model.dtype, column > position, outside_window
+            ),
             position_ids=positions,
             past_key_values=self._cache,
             use_cache=True,
@@ -154,7 +156,7 @@ class ModulePass:
         )
         return out.logits[:, -1]
 
-    def _index(self, values: Any) -> Tensor:
+    def _to_index(self, values: Any) -> Tensor:
         return torch.as_tensor(np.asarray(values, dtype=np.int64), device=self._model.device)
 
 
@@ -179,26 +181,24 @@ _FAMILY = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 """Architectures that ``FastDecoder`` implements."""
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary embeddings that do not depend on the length of the text."""
-_PROBE_TOKENS = LEAST_ROWS + 6
+_PROBE_TOKENS = MIN_ROWS + 6
 """Length of the text that the decoder is compared with the model on, long enough for oneDNN's
 products."""
 _TOLERANCE = 1e-4
 """Maximum difference from the model's logits: root mean square, relative to that of the logits."""
 
 
-def fast_decoder(model: Any, cache: RowCache) -> FastDecoder | None:
+def build_fast_decoder(model: Any, cache: RowCache) -> FastDecoder | None:
     """Return a decoder of ``model`` if its logits on a short text equal those of the model.
     Otherwise log a warning and return None."""
-    reason = _unsuitable(model)
+    reason = _find_unsupported(model)
     if reason is None:
         decoder = FastDecoder(model, cache)
-        error = _difference(model)
-        most = _tolerance(model)
-        if error <= most:
+        difference = _measure_difference(model)
+        allowed = _tolerance(model)
+        if difference <= allowed:
             return decoder
-        reason = (
-            f"its logits differ by {error:.2g} from the module's, which is more than {most:.2g}"
-        )
+        reason = f"its logits differ by {difference:.2g} from the module's, which is more than {allowed:.2g}"
     _log.warning(
         "%s generates through transformers, which is slower on a CPU: %s",
         type(model).__name__,
@@ -211,11 +211,11 @@ def _tolerance(model: Any) -> float:
     """Return the maximum relative difference for the model's dtype. In a narrow dtype every layer
     rounds, and two correct computations differ by their accumulated errors: measured 0.9 to 1.1
     times the dtype's epsilon times the square root of the number of layers."""
-    step = torch.finfo(model.dtype).eps
-    return _TOLERANCE if step < _TOLERANCE else 2 * step * model.config.num_hidden_layers**0.5
+    epsilon = torch.finfo(model.dtype).eps
+    return _TOLERANCE if epsilon < _TOLERANCE else 2 * epsilon * model.config.num_hidden_layers**0.5
 
 
-def _unsuitable(model: Any) -> str | None:
+def _find_unsupported(model: Any) -> str | None:
     """Return why ``FastDecoder`` does not support a model, or None."""
     config = model.config
     if type(model).__name__ not in _FAMILY:
@@ -244,7 +244,7 @@ def _unsuitable(model: Any) -> str | None:
     return None
 
 
-def _difference(model: Any) -> float:
+def _measure_difference(model: Any) -> float:
     """Return the relative difference of the logits of decoder and model, on a text that is fed as a
     piece and then token by token."""
     device = model.device
@@ -254,21 +254,21 @@ def _difference(model: Any) -> float:
     tokens = ids.numpy()
     cache.reserve(2, _PROBE_TOKENS)
     decoder = FastDecoder(model, cache)
-    given = LEAST_ROWS
-    got = [decoder.run(None, [PrefillPiece(1, 0, tokens[:given])])]
-    for at in range(given, _PROBE_TOKENS):
-        one = Decoding(
+    n_prefilled = MIN_ROWS
+    logits = [decoder.run(None, [PrefillPiece(1, 0, tokens[:n_prefilled])])]
+    for at in range(n_prefilled, _PROBE_TOKENS):
+        decoding = Decoding(
             np.array([1]), tokens[at : at + 1], np.array([at]), np.stack((tokens, tokens))
         )
-        got.append(decoder.run(one, []))
-    wanted = expected[given - 1 :].double()
-    error = (torch.cat(got) - wanted).square().mean().sqrt() / wanted.square().mean().sqrt().clamp(
-        min=1e-6
-    )
+        logits.append(decoder.run(decoding, []))
+    expected_tail = expected[n_prefilled - 1 :].double()
+    error = (
+        torch.cat(logits) - expected_tail
+    ).square().mean().sqrt() / expected_tail.square().mean().sqrt().clamp(min=1e-6)
     return float(error) if torch.isfinite(error) else float("inf")
 
 
-class _Norm:
+class _RmsNorm:
     """RMS norm with the weight of a module."""
 
     def __init__(self, module: Any) -> None:
@@ -286,13 +286,15 @@ class _Linear:
 
     def __init__(self, module: nn.Linear) -> None:
         self._parameters = module._parameters
-        self._by_product = rows_of_product(module.weight) if suits(module.weight) else range(0)
+        self._by_product = (
+            onednn_row_range(module.weight) if supports_onednn(module.weight) else range(0)
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
-        held: dict[str, Any] = self._parameters
+        parameters: dict[str, Any] = self._parameters
         if len(x) in self._by_product:
-            return product(x, held["weight"], held["bias"])
-        return F.linear(x, held["weight"], held["bias"])
+            return onednn_linear(x, parameters["weight"], parameters["bias"])
+        return F.linear(x, parameters["weight"], parameters["bias"])
 
 
 class _Layer:
@@ -301,14 +303,14 @@ class _Layer:
     def __init__(self, module: Any) -> None:
         attention = module.self_attn
         mlp = module.mlp
-        self.before_attention, self.before_mlp = (
-            _Norm(module.input_layernorm),
-            _Norm(module.post_attention_layernorm),
+        self.attention_norm, self.mlp_norm = (
+            _RmsNorm(module.input_layernorm),
+            _RmsNorm(module.post_attention_layernorm),
         )
         self.query, self.key, self.value = (_Linear(getattr(attention, f"{n}_proj")) for n in "qkv")
         self.out = _Linear(attention.o_proj)
-        self.query_norm = _Norm(attention.q_norm) if hasattr(attention, "q_norm") else None
-        self.key_norm = _Norm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.query_norm = _RmsNorm(attention.q_norm) if hasattr(attention, "q_norm") else None
+        self.key_norm = _RmsNorm(attention.k_norm) if hasattr(attention, "k_norm") else None
         self.gate, self.up, self.down = (
             _Linear(mlp.gate_proj),
             _Linear(mlp.up_proj),
@@ -317,7 +319,7 @@ class _Layer:
         self.scale: float = attention.scaling
 
 
-class _Plan:
+class _PassPlan:
     """Rows, columns and masks of the tokens of one pass, which are the same for all layers."""
 
     def __init__(
@@ -338,15 +340,17 @@ class _Plan:
         self.spans: list[tuple[int, int, PrefillPiece, Tensor | None]] = []
         at = self.n
         for piece in pieces:
-            m = len(piece.tokens)
-            rows.append(np.full(m, piece.row))
+            n_tokens = len(piece.tokens)
+            rows.append(np.full(n_tokens, piece.row))
             columns.append(np.arange(piece.start, piece.end))
             tokens.append(piece.tokens)
             mask = None
-            if piece.start and m > 1:
-                mask = torch.ones(m, piece.end, dtype=torch.bool, device=device).tril_(piece.start)
-            self.spans.append((at, at + m, piece, mask))
-            at += m
+            if piece.start and n_tokens > 1:
+                mask = torch.ones(n_tokens, piece.end, dtype=torch.bool, device=device).tril_(
+                    piece.start
+                )
+            self.spans.append((at, at + n_tokens, piece, mask))
+            at += n_tokens
         self.rows, self.columns, self.tokens = (
             torch.from_numpy(np.concatenate(part)).to(device) for part in (rows, columns, tokens)
         )
@@ -355,16 +359,16 @@ class _Plan:
             ends = [*range(self.n), *(stop - 1 for _, stop, _, _ in self.spans)]
             self.last = torch.tensor(ends, device=device)
         self.height = 0
-        self.scattered = False
+        self.has_idle_rows = False
         if decoding is not None:
             self.height = int(decoding.rows[-1]) + 1
             width = int(decoding.positions.max()) + 1
             self.blocks = row_blocks(decoding.cached, decoding.rows, decoding.positions)
-            self.scattered = self.height > self.n
+            self.has_idle_rows = self.height > self.n
             reach = np.zeros((self.height, 1, 1, 1), dtype=np.int64)
             reach[decoding.rows, 0, 0, 0] = decoding.positions
-            closed = torch.arange(width, device=device) > torch.from_numpy(reach).to(device)
-            self.mask = additive_mask(closed, like.dtype)
+            masked = torch.arange(width, device=device) > torch.from_numpy(reach).to(device)
+            self.mask = additive_mask(masked, like.dtype)
 
 
 class FastDecoder:
@@ -383,7 +387,7 @@ class FastDecoder:
         self._layers = [
             _Layer(layer) for layer in model.model.layers[: model.config.num_hidden_layers]
         ]
-        self._norm, self._head = _Norm(model.model.norm), _Linear(model.lm_head)
+        self._norm, self._head = _RmsNorm(model.model.norm), _Linear(model.lm_head)
         self._heads: int = model.config.num_attention_heads
         self._kv_heads: int = model.config.num_key_value_heads
         self._dim: int = model.model.layers[0].self_attn.head_dim
@@ -392,35 +396,35 @@ class FastDecoder:
     def run(self, decoding: Decoding | None, pieces: Sequence[PrefillPiece]) -> Tensor:
         """See ``ModulePass.run``."""
         embedding: Tensor = self._embedding["weight"]
-        plan = _Plan(decoding, pieces, embedding.device, embedding)
+        plan = _PassPlan(decoding, pieces, embedding.device, embedding)
         x = embedding[plan.tokens]
-        cos, sin = (table[plan.columns][:, None] for table in self._rotations(embedding))
+        cos, sin = (table[plan.columns][:, None] for table in self._rotary_tables(embedding))
         head = torch.arange(self._kv_heads, device=x.device)
         target = (
             (plan.rows[:, None] * self._kv_heads + head) * self._cache.columns
             + plan.columns[:, None]
         ).view(-1)
         for index, layer in enumerate(self._layers):
-            h = layer.before_attention(x)
+            h = layer.attention_norm(x)
             query = layer.query(h).view(-1, self._heads, self._dim)
             key = layer.key(h).view(-1, self._kv_heads, self._dim)
             if layer.query_norm is not None and layer.key_norm is not None:
                 query = layer.query_norm(query)
                 key = layer.key_norm(key)
-            query = _rotated(query, cos, sin)
-            key = _rotated(key, cos, sin)
+            query = _rotate(query, cos, sin)
+            key = _rotate(key, cos, sin)
             keys, values = self._cache.storage(index, self._kv_heads, self._dim, embedding)
             keys.view(-1, self._dim).index_copy_(0, target, key.view(-1, self._dim))
             values.view(-1, self._dim).index_copy_(0, target, layer.value(h).view(-1, self._dim))
             x = x + layer.out(self._attention(plan, layer.scale, query, keys, values))
-            h = layer.before_mlp(x)
+            h = layer.mlp_norm(x)
             x = x + layer.down(F.silu(layer.gate(h)).mul_(layer.up(h)))
         if plan.last is not None:
             x = x[plan.last]
         return self._head(self._norm(x))
 
     def _attention(
-        self, plan: _Plan, scale: float, query: Tensor, keys: Tensor, values: Tensor
+        self, plan: _PassPlan, scale: float, query: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         """Attend with ``query`` (tokens, heads, dim) over cached ``keys`` and ``values``; return
         (tokens, heads * dim)."""
@@ -441,16 +445,16 @@ class FastDecoder:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode_attention(
-        self, plan: _Plan, scale: float, query: Tensor, keys: Tensor, values: Tensor
+        self, plan: _PassPlan, scale: float, query: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         """Compute the attention of the decoding rows; return (rows, heads * dim)."""
         rows = plan.rows[: plan.n]
-        if plan.scattered:
+        if plan.has_idle_rows:
             query = query.new_zeros(plan.height, self._heads, self._dim).index_copy_(0, rows, query)
         mixed = blocks_attention(query, keys, values, plan.mask, plan.blocks, scale)
-        return mixed[rows] if plan.scattered else mixed
+        return mixed[rows] if plan.has_idle_rows else mixed
 
-    def _rotations(self, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotary_tables(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosine and signed sine for each position, (columns, dim). The sine of the first
         half is negated, so that the half rotation of rotary embeddings becomes a roll."""
         columns = self._cache.columns
@@ -461,7 +465,7 @@ class FastDecoder:
         return self._rotation
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply the rotary embedding to ``x`` (tokens, heads, dim), with the tables of
-    ``_rotations``."""
+    ``_rotary_tables``."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

@@ -15,9 +15,9 @@ import torch
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
-from realhf.backends.embedded.compute_threads import ComputeThreads, unmanaged
+from realhf.backends.embedded.compute_threads import ComputeThreads, unmanaged_threads
 from realhf.backends.embedded.decode_core import DecodeCore, Turn, remaining_tokens
-from realhf.backends.embedded.sampling import check_request, stream_of
+from realhf.backends.embedded.sampling import check_request, seed_stream
 
 
 class EmbeddedGenerator:
@@ -43,7 +43,7 @@ class EmbeddedGenerator:
         self._version = version
         self._ready = ready
         self.core = DecodeCore(model, max_bytes=max_bytes)
-        self.threads: ComputeThreads = unmanaged()
+        self.threads: ComputeThreads = unmanaged_threads()
 
     @property
     def context_limit(self) -> int:
@@ -77,14 +77,14 @@ class EmbeddedGenerator:
         for request in requests:
             check_request(request, config)
         outputs = [GenOutput([], [], [], "length") for _ in requests]
-        possible = [
+        runnable = [
             i for i, r in enumerate(requests) if remaining_tokens(r, config, self.core.limit) > 0
         ]
-        if not possible:
+        if not runnable:
             return outputs
         self._ready()
         turns = self._build_turns(
-            [requests[i] for i in possible], config, frozenset(stop_ids), seed
+            [requests[i] for i in runnable], config, frozenset(stop_ids), seed
         )
         was_training = self.model.training
         self.model.eval()
@@ -92,17 +92,17 @@ class EmbeddedGenerator:
             version = self._version()
             with self.threads.computing():
                 waiting = turns[self.core.join(turns) :]
-                while self.core.live:
+                while self.core.n_running:
                     ended = self.core.step(version)
                     if ended and waiting:
                         waiting = waiting[self.core.join(waiting) :]
-                    self.threads.pace()
+                    self.threads.measure_if_due()
         except BaseException:
             self.core.reset()
             raise
         finally:
             self.model.train(was_training)
-        for i, turn in zip(possible, turns, strict=True):
+        for i, turn in zip(runnable, turns, strict=True):
             if turn.reason == "length" and turn.budget < remaining_tokens(
                 turn.request, config, self.core.limit
             ):
@@ -130,7 +130,7 @@ class EmbeddedGenerator:
                 config,
                 stops,
                 budget,
-                *((0, draws[:, i]) if r.seed is None else (stream_of(r.seed), None)),
+                *((0, draws[:, i]) if r.seed is None else (seed_stream(r.seed), None)),
             )
             for i, (r, budget) in enumerate(zip(requests, budgets, strict=True))
         ]

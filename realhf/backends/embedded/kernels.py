@@ -26,75 +26,75 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-LEAST_ROWS = 32
-"""Minimum number of rows for ``product``; for fewer, the call costs more than it saves."""
-_LARGE = 1 << 22
+MIN_ROWS = 32
+"""Minimum number of rows for ``onednn_linear``; for fewer, the call costs more than it saves."""
+_LARGE_WEIGHT = 1 << 22
 """Minimum number of elements of a large weight, such as the projection to the vocabulary."""
-_LEAST_OF_LARGE = 4
+_MIN_ROWS_LARGE = 4
 """Minimum number of rows for a large weight: a product of 4 to 16 rows with a weight of 49,152 x
 576 takes half to two thirds of MKL's time."""
-_MIDDLE = 3 << 18
+_MIDDLE_WEIGHT = 3 << 18
 """Minimum number of elements of a weight for which oneDNN can be faster on Intel processors."""
-_MOST_OF_MIDDLE = 16
+_MAX_ROWS_MIDDLE = 16
 """Number of rows from which on MKL is used there: with a weight of 1,536 x 576, oneDNN is a quarter
 faster with 8 rows and as fast with 16."""
-_MOST_OF_LARGE = 33
+_MAX_ROWS_LARGE = 33
 """The same for a large weight: with 49,152 x 576, oneDNN is twice as fast with 8 rows, and a
 quarter faster with 32."""
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``x`` (..., in) times the transpose of ``weight`` (out, in), plus ``bias``; float32 on
     the CPU, in any memory layout."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 class OneDnnLinear(nn.Linear):
-    """``nn.Linear`` that uses ``product`` where that is faster. The result is the same up to
-    rounding. There are no second derivatives. The weight must satisfy ``suits``."""
+    """``nn.Linear`` that uses ``onednn_linear`` where that is faster. The result is the same up to
+    rounding. There are no second derivatives. The weight must satisfy ``supports_onednn``."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
-        few = math.prod(input.shape[:-1]) < LEAST_ROWS
+        few = math.prod(input.shape[:-1]) < MIN_ROWS
         if few or input.dtype != torch.float32 or not torch.backends.mkldnn.enabled:
             return F.linear(input, self.weight, self.bias)
         if not torch.is_grad_enabled():
-            return product(input, self.weight, self.bias)
-        return _Product.apply(input, self.weight, self.bias)
+            return onednn_linear(input, self.weight, self.bias)
+        return _OneDnnLinearFunction.apply(input, self.weight, self.bias)
 
 
 def use_onednn(model: nn.Module) -> int:
     """Convert plain float32 linear layers on the CPU to ``OneDnnLinear``, in place, if that trains
     faster; return their number. Parameters and their names stay the same."""
-    found = [
+    layers = [
         module
         for module in model.modules()
         if type(module) is nn.Linear and trains_faster(module.weight)
     ]
-    for module in found:
+    for module in layers:
         module.__class__ = OneDnnLinear
-    return len(found)
+    return len(layers)
 
 
-def rows_of_product(weight: Tensor) -> range:
-    """Return the range of the number of rows for which ``product`` is faster than MKL with this
-    weight, without gradients."""
-    large = weight.numel() >= _LARGE
-    if not favoured_by_mkl():
-        return range(_LEAST_OF_LARGE if large else LEAST_ROWS, sys.maxsize)
-    if weight.numel() < _MIDDLE:
+def onednn_row_range(weight: Tensor) -> range:
+    """Return the range of the number of rows for which ``onednn_linear`` is faster than MKL with
+    this weight, without gradients."""
+    large = weight.numel() >= _LARGE_WEIGHT
+    if not prefers_mkl():
+        return range(_MIN_ROWS_LARGE if large else MIN_ROWS, sys.maxsize)
+    if weight.numel() < _MIDDLE_WEIGHT:
         return range(0)
-    return range(_LEAST_OF_LARGE, _MOST_OF_LARGE if large else _MOST_OF_MIDDLE)
+    return range(_MIN_ROWS_LARGE, _MAX_ROWS_LARGE if large else _MAX_ROWS_MIDDLE)
 
 
 def trains_faster(weight: Tensor) -> bool:
-    """Return whether ``product`` supports this weight and is faster than MKL in training, that is,
+    """Return whether ``onednn_linear`` supports this weight and is faster than MKL in training, that is,
     with many rows and for gradients."""
-    return suits(weight) and not favoured_by_mkl()
+    return supports_onednn(weight) and not prefers_mkl()
 
 
-def suits(weight: Tensor) -> bool:
-    """Return whether ``product`` supports this weight, and oneDNN is not disabled
+def supports_onednn(weight: Tensor) -> bool:
+    """Return whether ``onednn_linear`` supports this weight, and oneDNN is not disabled
     (``torch.backends.mkldnn``)."""
     plain = weight.device.type == "cpu" and weight.dtype == torch.float32
     return plain and _has_onednn() and bool(torch.backends.mkldnn.enabled)
@@ -106,7 +106,7 @@ def _has_onednn() -> bool:
 
 
 @functools.cache
-def favoured_by_mkl() -> bool:
+def prefers_mkl() -> bool:
     """Return whether PyTorch has MKL and the processor is from Intel, the only vendor for which MKL
     is fully optimised."""
     try:
@@ -117,37 +117,37 @@ def favoured_by_mkl() -> bool:
         return False
 
 
-def _owned(fresh: Tensor) -> Tensor:
-    """Return ``fresh``, a tensor without other references, such that it is not a view. Products of
+def _without_view(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, a tensor without other references, such that it is not a view. Products of
     inputs with more than two dimensions are views of a matrix. Autograd does not allow in-place
     changes of a view from a custom function, which models make that clamp or scale a projection."""
-    return torch.ops.aten._unsafe_view(fresh, fresh.shape) if fresh._is_view() else fresh
+    return torch.ops.aten._unsafe_view(tensor, tensor.shape) if tensor._is_view() else tensor
 
 
-class _Product(torch.autograd.Function):
-    """Autograd function of ``product``."""
+class _OneDnnLinearFunction(torch.autograd.Function):
+    """Autograd function of ``onednn_linear``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _owned(product(x, weight, bias))
+        return _without_view(onednn_linear(x, weight, bias))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         (grad,) = grads
         x, weight = ctx.saved_tensors
-        of_x = product(grad, weight.t()) if ctx.needs_input_grad[0] else None
+        grad_x = onednn_linear(grad, weight.t()) if ctx.needs_input_grad[0] else None
         rows = grad.reshape(-1, grad.shape[-1])
-        of_weight = of_bias = None
+        grad_weight = grad_bias = None
         if ctx.needs_input_grad[1]:
-            of_weight = product(rows.t(), x.reshape(-1, x.shape[-1]).t())
+            grad_weight = onednn_linear(rows.t(), x.reshape(-1, x.shape[-1]).t())
         if ctx.needs_input_grad[2]:
-            of_bias = rows.sum(0)
-        return of_x, of_weight, of_bias
+            grad_bias = rows.sum(0)
+        return grad_x, grad_weight, grad_bias
 
 
-def adapted_product(
+def lora_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float
 ) -> Tensor:
     """Return ``x`` (..., in) times the transpose of ``weight`` (out, in) + ``scale`` * ``up`` @
@@ -158,11 +158,11 @@ def adapted_product(
     backward; autograd would write a tensor of the size of the output three more times. There are no
     second derivatives.
     """
-    return _Adapted.apply(x, weight, bias, down, up, scale)
+    return _LoraLinearFunction.apply(x, weight, bias, down, up, scale)
 
 
-class _Adapted(torch.autograd.Function):
-    """Autograd function of ``adapted_product``."""
+class _LoraLinearFunction(torch.autograd.Function):
+    """Autograd function of ``lora_linear``."""
 
     @staticmethod
     def forward(
@@ -179,10 +179,10 @@ class _Adapted(torch.autograd.Function):
         low = rows @ down.t()
         ctx.save_for_backward(rows, weight, down, up, low)
         ctx.scale = scale
-        fast = len(rows) >= LEAST_ROWS and trains_faster(weight)
-        multiplied = product(x, weight, bias) if fast else F.linear(x, weight, bias)
-        multiplied.view(-1, len(weight)).addmm_(low, up.t(), alpha=scale)
-        return _owned(multiplied)
+        fast = len(rows) >= MIN_ROWS and trains_faster(weight)
+        output = onednn_linear(x, weight, bias) if fast else F.linear(x, weight, bias)
+        output.view(-1, len(weight)).addmm_(low, up.t(), alpha=scale)
+        return _without_view(output)
 
     @staticmethod
     @once_differentiable
@@ -190,14 +190,14 @@ class _Adapted(torch.autograd.Function):
         rows, weight, down, up, low = ctx.saved_tensors
         (grad,) = grads
         slope = grad.reshape(-1, grad.shape[-1])
-        of_low = (slope @ up).mul_(ctx.scale)
-        of_x = None
+        grad_low = (slope @ up).mul_(ctx.scale)
+        grad_x = None
         if ctx.needs_input_grad[0]:
-            of_x = product(slope, weight.t()) if trains_faster(weight) else slope @ weight
-            of_x = of_x.addmm_(of_low, down).view(*grad.shape[:-1], weight.shape[1])
-        of_down = of_low.t() @ rows if ctx.needs_input_grad[3] else None
-        of_up = (slope.t() @ low).mul_(ctx.scale) if ctx.needs_input_grad[4] else None
-        return of_x, None, None, of_down, of_up, None
+            grad_x = onednn_linear(slope, weight.t()) if trains_faster(weight) else slope @ weight
+            grad_x = grad_x.addmm_(grad_low, down).view(*grad.shape[:-1], weight.shape[1])
+        grad_down = grad_low.t() @ rows if ctx.needs_input_grad[3] else None
+        grad_up = (slope.t() @ low).mul_(ctx.scale) if ctx.needs_input_grad[4] else None
+        return grad_x, None, None, grad_down, grad_up, None
 
 
 _TOLERANCE = 1e-5
@@ -219,10 +219,10 @@ class FewPassNorm(nn.Module):
             return weight * normed.to(hidden_states.dtype)
         if not torch.is_grad_enabled():
             return F.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
-        return _Norm.apply(hidden_states, weight, self.variance_epsilon)
+        return _RmsNormFunction.apply(hidden_states, weight, self.variance_epsilon)
 
 
-class _Norm(torch.autograd.Function):
+class _RmsNormFunction(torch.autograd.Function):
     """Autograd function of ``FewPassNorm``."""
 
     @staticmethod
@@ -240,25 +240,25 @@ class _Norm(torch.autograd.Function):
         width = x.shape[-1]
         normed = x * scale
         slope = grad * normed
-        of_weight = slope.reshape(-1, width).sum(0) if ctx.needs_input_grad[1] else None
+        grad_weight = slope.reshape(-1, width).sum(0) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
-            return None, of_weight, None
+            return None, grad_weight, None
         along = torch.mv(slope.reshape(-1, width), weight).view(scale.shape)
-        of_x = torch.mul(grad, weight, out=slope.resize_(grad.shape))
-        return of_x.addcmul_(normed, along, value=-1.0 / width).mul_(scale), of_weight, None
+        grad_x = torch.mul(grad, weight, out=slope.resize_(grad.shape))
+        return grad_x.addcmul_(normed, along, value=-1.0 / width).mul_(scale), grad_weight, None
 
 
 def use_few_pass_norms(model: nn.Module) -> int:
     """Convert plain float32 RMS norms on the CPU to ``FewPassNorm``, in place; return their number.
     Parameters and their names stay the same."""
-    found = [module for module in model.modules() if _plain(module)]
-    for module in found:
+    norms = [module for module in model.modules() if _is_plain_rms_norm(module)]
+    for module in norms:
         module.__class__ = FewPassNorm
-    return len(found)
+    return len(norms)
 
 
 @torch.no_grad()
-def _plain(module: nn.Module) -> bool:
+def _is_plain_rms_norm(module: nn.Module) -> bool:
     """Return whether a module is an RMS norm without additions. A copy of it with its own weight is
     tested on one input, since the weight of the module may be sharded over ranks, or not be loaded
     yet."""
@@ -277,7 +277,7 @@ def _plain(module: nn.Module) -> bool:
         return False
     x = torch.linspace(-2.0, 3.0, 2 * len(weight)).view(2, -1)
     own = torch.linspace(0.5, 1.5, len(weight))
-    trial = copy.copy(module)
-    trial.__dict__["_parameters"] = {"weight": nn.Parameter(own)}
+    copied = copy.copy(module)
+    copied.__dict__["_parameters"] = {"weight": nn.Parameter(own)}
     expected = F.rms_norm(x, own.shape, own, float(module.variance_epsilon))  # type: ignore[arg-type]
-    return bool(torch.allclose(trial(x), expected, rtol=_TOLERANCE, atol=_TOLERANCE))
+    return bool(torch.allclose(copied(x), expected, rtol=_TOLERANCE, atol=_TOLERANCE))

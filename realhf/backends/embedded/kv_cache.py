@@ -103,18 +103,18 @@ class RowLayer(CacheLayerMixin):
         )
 
     @staticmethod
-    def _store(held: Tensor, new: Tensor, access: _Access) -> Tensor:
+    def _store(cached: Tensor, new: Tensor, access: _Access) -> Tensor:
         heads = new.shape[1]
         dim = new.shape[3]
         flat = new.transpose(1, 2).reshape(-1, heads, dim)
         if access.source is not None:
             flat = flat.index_select(0, access.source)
-        held.view(-1, dim).index_copy_(
-            0, access.target(heads, held.shape[2]), flat.reshape(-1, dim)
+        cached.view(-1, dim).index_copy_(
+            0, access.target(heads, cached.shape[2]), flat.reshape(-1, dim)
         )
         if access.rows is None:
-            return held[: access.count, :, : access.width]
-        return held[:, :, : access.width].index_select(0, access.rows)
+            return cached[: access.count, :, : access.width]
+        return cached[:, :, : access.width].index_select(0, access.rows)
 
     def resize(self, rows: int, columns: int) -> None:
         """Enlarge the layer, keeping its contents. Does nothing before the first use."""
@@ -130,8 +130,8 @@ class RowLayer(CacheLayerMixin):
         """Copy the first ``columns`` columns of rows ``source`` to rows ``target``. All sources are
         read first."""
         if self.is_initialized:
-            for held in (self.keys, self.values):
-                used = held[:, :, :columns]
+            for tensor in (self.keys, self.values):
+                used = tensor[:, :, :columns]
                 used.index_copy_(0, target, used.index_select(0, source))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -179,18 +179,18 @@ class RowCache(Cache):
         that writes them itself. They have dtype and device of ``like``."""
         while len(self.layers) <= layer:
             self.layers.append(RowLayer(self._shared))
-        held = self.layers[layer]
-        if not held.is_initialized:
+        row_layer = self.layers[layer]
+        if not row_layer.is_initialized:
             blank = like.new_empty(0, heads, 0, dim)
-            held.lazy_initialization(blank, blank)
-        return held.keys, held.values
+            row_layer.lazy_initialization(blank, blank)
+        return row_layer.keys, row_layer.values
 
-    def columns_for(self, columns: int) -> int:
+    def columns_after_reserve(self, columns: int) -> int:
         """Return the number of columns that are allocated if this number is reserved."""
-        held = self._shared.columns
-        if columns <= held:
-            return held
-        return -(-max(columns, held + held // 4) // _COLUMN_BLOCK) * _COLUMN_BLOCK
+        allocated = self._shared.columns
+        if columns <= allocated:
+            return allocated
+        return -(-max(columns, allocated + allocated // 4) // _COLUMN_BLOCK) * _COLUMN_BLOCK
 
     def reserve(self, rows: int, columns: int) -> None:
         """Enlarge the cache to at least this number of rows and columns, keeping its contents.
@@ -198,7 +198,7 @@ class RowCache(Cache):
         shared = self._shared
         if rows <= shared.rows and columns <= shared.columns:
             return
-        shared.columns = self.columns_for(columns)
+        shared.columns = self.columns_after_reserve(columns)
         shared.rows = max(rows, shared.rows)
         for layer in self.layers:
             layer.resize(shared.rows, shared.columns)

@@ -18,10 +18,10 @@ from realhf.base.text import first_line
 _OOM_MESSAGES = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """Texts of a RuntimeError that reports missing memory: host memory, and GPU memory outside of
 torch's allocator."""
-SHARED = 0.5
+SHARED_GPU_FRACTION = 0.5
 """Fraction of the free GPU memory for a cache on a GPU that is shared with training, whose
 activations need the rest."""
-ALONE = 0.8
+DEDICATED_GPU_FRACTION = 0.8
 """Fraction of the free GPU memory for a cache on a GPU that only generates; passes need the
 rest."""
 FREE_HEAP_BYTES = 1 << 26
@@ -58,7 +58,7 @@ def explain_oom(explanation: Callable[[], str]) -> Iterator[None]:
 
 
 def cache_bytes(
-    gib: float | None, device: torch.device, *, shared: bool, taken: int = 0
+    gib: float | None, device: torch.device, *, shared: bool, reserved_bytes: int = 0
 ) -> int | None:
     """Return the maximum size of a cache in bytes, None for no limit.
 
@@ -69,7 +69,7 @@ def cache_bytes(
         gib: Size that the options set, GiB.
         device: Device of the cache.
         shared: Whether the GPU is also used for training.
-        taken: Bytes that weights, gradients and moments use on the GPU now or later.
+        reserved_bytes: Bytes that weights, gradients and moments use on the GPU now or later.
     """
     if gib is not None:
         return int(gib * 2**30)
@@ -77,7 +77,10 @@ def cache_bytes(
         return None
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(max(0, min(free, total - taken)) * (SHARED if shared else ALONE))
+    return int(
+        max(0, min(free, total - reserved_bytes))
+        * (SHARED_GPU_FRACTION if shared else DEDICATED_GPU_FRACTION)
+    )
 
 
 def head_sizes(config: Any) -> list[int]:
@@ -126,7 +129,7 @@ class Heap:
         self._largest_positions = 0
         self._largest_rss = 0
 
-    def after_pass(self, positions: int) -> None:
+    def trim_after_pass(self, positions: int) -> None:
         """Return freed memory after a pass over ``positions`` if the resident memory has grown.
 
         Otherwise the memory is kept for the next pass.
@@ -192,7 +195,7 @@ def explain_update_oom(
     context raises RuntimeError as ``explain_oom``.
     """
 
-    def explanation() -> str:
+    def build_explanation() -> str:
         moments = 8 * sum(weight.numel() for weight in weights) / 2**30
         remedies = [f"set {role}.backend=fsdp2 and more {role}.workers, which cuts it over them"]
         if adapters:
@@ -202,4 +205,4 @@ def explain_update_oom(
         advice = f"{', or '.join(remedies)}{_engine_advice()}"
         return f"in the update of {role}, whose moments take {moments:.3g} GiB: {advice}"
 
-    return explain_oom(explanation)
+    return explain_oom(build_explanation)

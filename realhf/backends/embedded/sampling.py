@@ -13,28 +13,28 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 """Increment of splitmix64: 2**64 divided by the golden ratio."""
 
 
-def _mixed(z: np.ndarray) -> np.ndarray:
+def _mix(z: np.ndarray) -> np.ndarray:
     """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014) to uint64."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
 
-def stream_of(seed: int) -> int:
+def seed_stream(seed: int) -> int:
     """Return the 64-bit start of a sequence's stream of random numbers. Similar seeds give starts
     that are far apart."""
     start = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64)
-    return int(_mixed(start + _GOLDEN)[0])
+    return int(_mix(start + _GOLDEN)[0])
 
 
 def uniform_at(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return uniform random numbers in [0, 1) with 53 random bits, fp64, one per stream.
 
-    A number is a function of ``streams`` (uint64, from ``stream_of``) and ``positions`` (int64,
+    A number is a function of ``streams`` (uint64, from ``seed_stream``) and ``positions`` (int64,
     index of the token in its whole sequence) only. There is no state, so the number does not depend
     on batch, chunk or round.
     """
-    z = _mixed(streams + positions.astype(np.uint64) * _GOLDEN)
+    z = _mix(streams + positions.astype(np.uint64) * _GOLDEN)
     return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -79,7 +79,7 @@ def sample_tokens(
     scaled = logits if config.temperature in (0.0, 1.0) else logits / config.temperature
     allowed = scaled if banned is None else scaled.masked_fill(banned, float("-inf"))
     if config.temperature == 0:
-        return _reported(scaled, allowed.argmax(-1))
+        return _with_logprobs(scaled, allowed.argmax(-1))
     if config.top_k or config.top_p < 1:
         allowed = truncate(allowed, config.top_k, config.top_p)
     # The inverse of the cumulative distribution needs one random number per row, not one per
@@ -91,10 +91,10 @@ def sample_tokens(
     tokens = torch.searchsorted(cumulative, draw, right=True).clamp_(max=logits.shape[-1] - 1)
     if allowed is scaled:
         return tokens[:, 0], probabilities.gather(-1, tokens).log()[:, 0]
-    return _reported(scaled, tokens[:, 0])
+    return _with_logprobs(scaled, tokens[:, 0])
 
 
-def _reported(scaled: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def _with_logprobs(scaled: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return tokens with their log-probabilities under the scaled logits."""
     return tokens, scaled.gather(-1, tokens[:, None])[:, 0] - scaled.logsumexp(-1)
 

@@ -17,10 +17,10 @@ from realhf.base.tensor_digest import TensorDigester
 def named_weights(model: Any) -> dict[str, Tensor]:
     """Return parameters and persistent buffers of a model by their names in its state dict. Of
     tensors that share memory only the first is returned, as ``copy_weights`` accepts it."""
-    found: dict[tuple[int, tuple[int, ...]], tuple[str, Tensor]] = {}
+    by_place: dict[tuple[int, tuple[int, ...]], tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        found.setdefault(_place(tensor), (name, tensor.detach()))
-    return dict(found.values())
+        by_place.setdefault(_memory_key(tensor), (name, tensor.detach()))
+    return dict(by_place.values())
 
 
 def copy_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -34,8 +34,8 @@ def copy_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
     unknown = sorted(set(tensors) - set(targets))
     if unknown:
         raise ValueError(f"weights: the model has no tensor {unknown[0]} ({len(unknown)} unknown)")
-    given = {_place(targets[name]) for name in tensors}
-    missing = sorted(name for name, target in targets.items() if _place(target) not in given)
+    covered = {_memory_key(targets[name]) for name in tensors}
+    missing = sorted(name for name, target in targets.items() if _memory_key(target) not in covered)
     if missing:
         raise ValueError(f"weights: {missing[0]} is missing ({len(missing)} missing)")
     for name, new in tensors.items():
@@ -51,7 +51,7 @@ def copy_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
             targets[name].copy_(new)
 
 
-def held_digests(model: Any, names: Sequence[str]) -> dict[str, HeldTensor]:
+def digest_weights(model: Any, names: Sequence[str]) -> dict[str, HeldTensor]:
     """Return digests of the model's current tensors with these names in its state dict."""
     own: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
     digester = TensorDigester()
@@ -62,6 +62,6 @@ def held_digests(model: Any, names: Sequence[str]) -> dict[str, HeldTensor]:
     }
 
 
-def _place(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+def _memory_key(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
     """Return address and shape, which are equal for tied tensors."""
     return tensor.data_ptr(), tuple(tensor.shape)

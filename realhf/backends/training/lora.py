@@ -30,7 +30,7 @@ from transformers.pytorch_utils import Conv1D
 from realhf.api.config import ConfigError, LoraConfig
 from realhf.api.model import Forwards, PostFn, logprobs_by
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.backends.embedded.kernels import OneDnnLinear, adapted_product
+from realhf.backends.embedded.kernels import OneDnnLinear, lora_linear
 from realhf.base.installation import install_command
 
 
@@ -545,7 +545,7 @@ class LoraAdapters:
 @functools.cache
 def _few_passes(kind: Any) -> Any:
     """Return a subclass of ``kind``, a layer class of peft, whose forward pass uses
-    ``adapted_product`` where that gives the same result: fp32 on a CPU, without hooks, active
+    ``lora_linear`` where that gives the same result: fp32 on a CPU, without hooks, active
     dropout or compilation."""
 
     class FewPassAdapter(kind):
@@ -564,7 +564,7 @@ def _few_passes(kind: Any) -> Any:
                 return super().forward(x, *args, **kwargs)
             down = self.lora_A[_NAME].weight
             up = self.lora_B[_NAME].weight
-            return adapted_product(x, base.weight, base.bias, down, up, self.scaling[_NAME])
+            return lora_linear(x, base.weight, base.bias, down, up, self.scaling[_NAME])
 
     return FewPassAdapter
 

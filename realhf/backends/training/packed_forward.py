@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from realhf.api.sample import SequenceSample
-from realhf.backends.embedded.attention import attending_by, n_sliding_layers, sliding_window
+from realhf.backends.embedded.attention import count_sliding_layers, sliding_window, use_attention
 from realhf.backends.embedded.memory import head_sizes
 from realhf.backends.training.lora import side_product
 from realhf.backends.training.selected_logprobs import bent, selected_logprobs
@@ -356,7 +356,7 @@ class PackedForward:
             given["attention_mask"] = masks(self.model.config, one, one[0].long(), self._dtype)
         if chosen.trees is None:
             return self._read(given, chosen)
-        with attending_by(self.model.config, ROW_TREE):
+        with use_attention(self.model.config, ROW_TREE):
             given |= {"position_ids": chosen.depth.to(device), "row_trees": chosen.trees}
             return self._read(given, chosen)
 
@@ -386,7 +386,7 @@ class PackedForward:
             else:
                 windows: list[int | None] = []
                 noting = noting_windows(kernel, windows)
-                with attending_by(self.model.get_decoder().config, PACKED_ROWS):
+                with use_attention(self.model.get_decoder().config, PACKED_ROWS):
                     reason = self._strays(lambda rows, inputs: packed_pass(rows, inputs, noting))
                 reason = reason or _missed_window(self.model.config, windows)
                 if not reason:
@@ -453,7 +453,7 @@ def _missed_window(config: Any, windows: Sequence[int | None]) -> str:
     of the configuration, or "". Some models apply the window only in the mask, which packed rows do
     not have, and test sequences are shorter than most windows."""
     window = sliding_window(config)
-    sliding = n_sliding_layers(config)
+    sliding = count_sliding_layers(config)
     if [each for each in windows if each is not None] == [window] * sliding:
         return ""
     return f"its layers do not give their attention the sliding window of {window} tokens"

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from realhf.backends.embedded.kernels import product, trains_faster
+from realhf.backends.embedded.kernels import onednn_linear, trains_faster
 
 logger = logging.getLogger(__name__)
 
@@ -309,4 +309,4 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     """Return ``x`` (n, in) times the transpose of ``weight`` (out, in), both fp32."""
-    return product(x, weight) if trains_faster(weight) else functional.linear(x, weight)
+    return onednn_linear(x, weight) if trains_faster(weight) else functional.linear(x, weight)

@@ -19,7 +19,7 @@ from realhf.api.config import LoraConfig, OptimizerConfig
 from realhf.api.model import POSITIONS, LossFn, PostFn, TrainResult, logprobs_by
 from realhf.api.parallel import CollectiveBroken
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.backends.embedded.compute_threads import ComputeThreads, unmanaged
+from realhf.backends.embedded.compute_threads import ComputeThreads, unmanaged_threads
 from realhf.backends.embedded.generation import EmbeddedGenerator
 from realhf.backends.embedded.kernels import use_few_pass_norms, use_onednn
 from realhf.backends.embedded.memory import (
@@ -178,7 +178,7 @@ class TorchEngine:
         self._generator = (
             self._build_generator(generating_model, ready=self._merged_model) if generates else None
         )
-        self._threads = unmanaged()
+        self._threads = unmanaged_threads()
 
     @property
     def ranks(self) -> Ranks:
@@ -416,7 +416,7 @@ class TorchEngine:
                     loss.backward()
                     accumulate()
                     account.backward = True
-            self._heap.after_pass(part.positions)
+            self._heap.trim_after_pass(part.positions)
         for _ in range(n_extra):
             self._run_pass(False, self._forward.nothing).backward()
             accumulate()
@@ -506,7 +506,7 @@ class TorchEngine:
             for part in parts:
                 with explain_pass_oom(part.positions, len(part.rows), mb_spec.max_tokens_per_mb):
                     values = self._run_pass(part.empty, lambda part=part: compute(part))
-                self._heap.after_pass(part.positions)
+                self._heap.trim_after_pass(part.positions)
                 if values.shape != part.place.shape:
                     raise ValueError(
                         f"forward: post_fn returned {tuple(values.shape)}, not "

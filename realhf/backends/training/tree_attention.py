@@ -36,7 +36,7 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from realhf.backends.embedded.attention import HARMLESS, additive_mask
+from realhf.backends.embedded.attention import IGNORED_ARGUMENTS, additive_mask
 
 MAX_GATHERED_PER_COLUMN = 4
 """Maximum number of gathered key columns per column of the rows. They are kept for the backward
@@ -417,7 +417,7 @@ def row_tree_attention(
     The second result is None (no attention weights), as transformers requires. Raises ValueError
     for a layer with features that this implementation does not support.
     """
-    has_unsupported = any(v for k, v in kwargs.items() if k not in HARMLESS)
+    has_unsupported = any(v for k, v in kwargs.items() if k not in IGNORED_ARGUMENTS)
     n, heads, columns, _ = query.shape
     if row_trees is None:
         return sdpa_attention_forward(

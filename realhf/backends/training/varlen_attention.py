@@ -29,7 +29,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from realhf.backends.embedded.attention import HARMLESS
+from realhf.backends.embedded.attention import IGNORED_ARGUMENTS
 from realhf.base.text import first_line
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, "int | None", float], Tensor]
@@ -375,7 +375,7 @@ def packed_attention(
     odd = sorted(
         name
         for name, given in kwargs.items()
-        if name not in HARMLESS and given is not None and given is not False
+        if name not in IGNORED_ARGUMENTS and given is not None and given is not False
     )
     if odd or dropout or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
         raise ValueError(

@@ -29,28 +29,28 @@ from realhf.backends.embedded.forward_pass import (
     FastDecoder,
     ModulePass,
     PrefillPiece,
-    fast_decoder,
+    build_fast_decoder,
 )
 from realhf.backends.embedded.kernels import (
-    LEAST_ROWS,
+    MIN_ROWS,
     FewPassNorm,
     OneDnnLinear,
-    product,
-    rows_of_product,
-    suits,
+    onednn_linear,
+    onednn_row_range,
+    supports_onednn,
     trains_faster,
     use_few_pass_norms,
     use_onednn,
 )
 from realhf.backends.embedded.kv_cache import RowCache
-from realhf.backends.embedded.sampling import stream_of, uniform_at
+from realhf.backends.embedded.sampling import seed_stream, uniform_at
 from realhf.backends.embedded.weight_copy import copy_weights
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.transport.weights import layout, pack
 
 
 def test_numbers_are_uniform_and_independent_across_neighbouring_seeds_and_positions() -> None:
-    streams = np.array([stream_of(seed) for seed in range(200)], dtype=np.uint64)
+    streams = np.array([seed_stream(seed) for seed in range(200)], dtype=np.uint64)
     table = uniform_at(streams[:, None], np.arange(200)[None])
     assert table.min() >= 0 and table.max() < 1
     counts = np.histogram(table, bins=64, range=(0, 1))[0]
@@ -68,10 +68,10 @@ def test_numbers_are_uniform_and_independent_across_neighbouring_seeds_and_posit
 
 def test_a_number_does_not_depend_on_its_company_and_seeds_may_be_any_integer() -> None:
     seeds = [0, 1, -1, 2**63, 2**64 - 1, 2**80 + 7]
-    streams = np.array([stream_of(seed) for seed in seeds], dtype=np.uint64)
+    streams = np.array([seed_stream(seed) for seed in seeds], dtype=np.uint64)
     alone = [uniform_at(streams[i : i + 1], np.array([7]))[0] for i in range(6)]
     assert uniform_at(streams, np.full(6, 7)).tolist() == alone
-    assert stream_of(-1) == stream_of(2**64 - 1)
+    assert seed_stream(-1) == seed_stream(2**64 - 1)
     assert len(set(alone)) == 5
 
 
@@ -90,7 +90,7 @@ def test_contents_follow_their_slot_through_random_turns(max_rows: int | None) -
         content = {slot: mark for slot, mark in content.items() if slot not in gone}
         waiting = sorted(set(range(14)) - busy)
         batch = rng.sample(waiting, rng.randrange(min(5, len(waiting) + 1)))
-        seats = table.seat(batch, busy)
+        seats = table.assign_rows(batch, busy)
         batch = batch[: len(seats)]
         assert max_rows is None or max(seats, default=0) < max_rows
         assert max_rows is not None or len(seats) == len(batch)
@@ -117,16 +117,16 @@ def test_contents_follow_their_slot_through_random_turns(max_rows: int | None) -
 def test_the_slot_that_waits_longest_gives_its_row() -> None:
     table = RowTable(3)
     table.resize(3, 4)
-    assert table.seat([10, 11, 12], ()) == [0, 1, 2]
-    assert table.seat([10], ()) == [0]
-    assert table.seat([13], busy={12}) == [1], "11 is idle, 10 was used since"
+    assert table.assign_rows([10, 11, 12], ()) == [0, 1, 2]
+    assert table.assign_rows([10], ()) == [0]
+    assert table.assign_rows([13], busy={12}) == [1], "11 is idle, 10 was used since"
     assert sorted(table.slots) == [10, 12, 13]
-    assert table.seat([14, 15], busy={10, 12, 13}) == []
+    assert table.assign_rows([14, 15], busy={10, 12, 13}) == []
 
 
 def test_nobody_takes_tokens_that_were_forgotten() -> None:
     table = RowTable()
-    table.seat([0, 1], ())
+    table.assign_rows([0, 1], ())
     table.resize(2, 32)
     text = np.arange(20)
     assert table.plan(0, text, {}).start == 0
@@ -205,7 +205,7 @@ def test_norms_that_compute_something_else_stay() -> None:
 @pytest.fixture(autouse=True)
 def processor_of_another_maker(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one of Intel the layers would stay as they are."""
-    monkeypatch.setattr(kernels, "favoured_by_mkl", lambda: False)
+    monkeypatch.setattr(kernels, "prefers_mkl", lambda: False)
 
 
 def pair(features: int, out: int, bias: bool) -> tuple[nn.Linear, nn.Linear]:
@@ -218,7 +218,7 @@ def pair(features: int, out: int, bias: bool) -> tuple[nn.Linear, nn.Linear]:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(LEAST_ROWS, 48), (3, 40, 48), (1, 2, 48), (0, 48)])
+@pytest.mark.parametrize("shape", [(MIN_ROWS, 48), (3, 40, 48), (1, 2, 48), (0, 48)])
 def test_values_and_gradients_are_those_of_the_plain_layer(shape: tuple[int, ...], bias: bool):
     plain, wide = pair(48, 80, bias)
     inputs = [
@@ -237,7 +237,7 @@ def test_values_and_gradients_are_those_of_the_plain_layer(shape: tuple[int, ...
 
 def test_a_view_with_strides_of_its_own_is_no_trouble():
     plain, wide = pair(48, 80, True)
-    x = torch.randn(48, 2 * LEAST_ROWS).t()[::2]
+    x = torch.randn(48, 2 * MIN_ROWS).t()[::2]
     torch.testing.assert_close(wide(x), plain(x))
     wide(x.clone().requires_grad_()).t().square().sum().backward()
     plain(x.clone().requires_grad_()).t().square().sum().backward()
@@ -247,7 +247,7 @@ def test_a_view_with_strides_of_its_own_is_no_trouble():
 def test_frozen_weights_pass_gradients_on():
     _, wide = pair(48, 80, False)
     wide.requires_grad_(False)
-    x = torch.randn(LEAST_ROWS, 48, requires_grad=True)
+    x = torch.randn(MIN_ROWS, 48, requires_grad=True)
     wide(x).sum().backward()
     assert x.grad is not None
     assert wide.weight.grad is None
@@ -269,7 +269,7 @@ def test_a_tied_weight_gets_both_gradients():
     _, wide = pair(48, 80, False)
     table = nn.Embedding(80, 48)
     wide.weight = table.weight
-    ids = torch.arange(LEAST_ROWS)
+    ids = torch.arange(MIN_ROWS)
     wide(table(ids)).sum().backward()
     expected = torch.zeros(80, 48)
     expected += table.weight.detach()[ids].sum(0)
@@ -280,23 +280,27 @@ def test_a_tied_weight_gets_both_gradients():
 def test_a_large_weight_is_worth_it_from_a_few_rows_on() -> None:
     large = torch.empty(1 << 16, 64)
     small = torch.empty(1 << 10, 64)
-    assert rows_of_product(large)[0] == 4 and rows_of_product(small)[0] == LEAST_ROWS
+    assert onednn_row_range(large)[0] == 4 and onednn_row_range(small)[0] == MIN_ROWS
     weight = torch.randn(1 << 16, 64, generator=torch.Generator().manual_seed(0))
     rows = torch.ones(5, 64)
-    assert suits(weight)
-    torch.testing.assert_close(product(rows, weight), rows @ weight.t())
+    assert supports_onednn(weight)
+    torch.testing.assert_close(onednn_linear(rows, weight), rows @ weight.t())
 
 
 def test_on_a_processor_that_mkl_favours_layers_stay_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Except for few rows of a large weight, where reading it takes the time."""
-    monkeypatch.setattr(kernels, "favoured_by_mkl", lambda: True)
+    monkeypatch.setattr(kernels, "prefers_mkl", lambda: True)
     large = torch.empty(1 << 16, 64)
     small = torch.empty(1 << 10, 64)
     assert use_onednn(nn.Linear(8, 8)) == 0 and not trains_faster(large)
-    assert suits(large) and 8 in rows_of_product(large) and 2048 not in rows_of_product(large)
-    assert not rows_of_product(small)
+    assert (
+        supports_onednn(large)
+        and 8 in onednn_row_range(large)
+        and 2048 not in onednn_row_range(large)
+    )
+    assert not onednn_row_range(small)
 
 
 def filled(columns: int = 128) -> RowCache:
@@ -315,7 +319,7 @@ def test_logits_equal_the_modules_for_mixed_passes(tiny_model: Any, architecture
     text[1:5, :70] = text[1, :70]
     cache = filled()
     other = filled()
-    fast = fast_decoder(model, cache)
+    fast = build_fast_decoder(model, cache)
     assert fast is not None
     slow = ModulePass(model, other, 192)
     held = [0] * 6
@@ -368,17 +372,17 @@ def test_the_builtin_policy_takes_it_and_what_it_does_not_know_goes_through_the_
     tiny_model: Any,
 ) -> None:
     builtin = BuiltinModelConfig(vocab_size=512, num_layers=2)
-    assert fast_decoder(build_model(builtin, 512, 3, 0, seed=1).eval(), filled()) is not None
-    assert fast_decoder(tiny_model("gpt2"), filled()) is None
+    assert build_fast_decoder(build_model(builtin, 512, 3, 0, seed=1).eval(), filled()) is not None
+    assert build_fast_decoder(tiny_model("gpt2"), filled()) is None
     hooked = tiny_model()
     hooked.model.layers[0].register_forward_hook(lambda *_: None)
-    assert fast_decoder(hooked, filled()) is None
+    assert build_fast_decoder(hooked, filled()) is None
     adapted = tiny_model()
     adapted.model.layers[1].mlp.up_proj = torch.nn.Sequential(adapted.model.layers[1].mlp.up_proj)
-    assert fast_decoder(adapted, filled()) is None
+    assert build_fast_decoder(adapted, filled()) is None
     rescaled = tiny_model()
     rescaled.model.layers[0].input_layernorm.forward = lambda x: 2 * x
-    assert fast_decoder(rescaled, filled()) is None, "its logits are not those of the module"
+    assert build_fast_decoder(rescaled, filled()) is None, "its logits are not those of the module"
 
 
 def test_blocks_cover_the_rows_and_share_only_what_is_common() -> None:
@@ -473,11 +477,11 @@ def test_deep_models_in_bfloat16_keep_the_fast_pass(
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.mul_(3)
-    assert fast_decoder(model.bfloat16(), filled()) is not None and not caplog.records
+    assert build_fast_decoder(model.bfloat16(), filled()) is not None and not caplog.records
     wrong = build_model(builtin, 256, 3, 0, seed=1).eval().bfloat16()
     for layer in wrong.model.layers:
         layer.self_attn.forward = _without_attention
-    assert fast_decoder(wrong, filled()) is None
+    assert build_fast_decoder(wrong, filled()) is None
     [record] = caplog.records
     assert record.levelname == "WARNING" and "differ" in record.getMessage()
 

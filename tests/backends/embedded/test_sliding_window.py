@@ -186,7 +186,7 @@ def test_a_row_that_idles_does_not_lengthen_the_text_of_others() -> None:
         for slot, budget in ((0, 2), (1, 24))
     ]
     core.join(turns)
-    while core.live:
+    while core.n_running:
         over += core.step(0)
     ids = torch.tensor([[6] * 9 + turns[1].token_ids])
     assert len(over) == 2 and ids.shape[1] == 33

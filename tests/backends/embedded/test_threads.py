@@ -23,7 +23,7 @@ from realhf.backends.embedded.compute_threads import (
     ComputeThreads,
     LinuxCoreAccount,
     threads,
-    unmanaged,
+    unmanaged_threads,
 )
 from realhf.backends.training.torch_engine import TorchEngine
 from workers.model_worker import share_of_cores
@@ -37,7 +37,7 @@ class SimulatedMachine:
         self.cores = cores
         self.strangers = strangers
         self.now = 0.0
-        self.short = False
+        self.is_short = False
         self.switches = 0
         self._waited = 0.0
 
@@ -45,20 +45,20 @@ class SimulatedMachine:
         with threads.computing():
             for _ in range(windows):
                 self.pass_time(1.01 * WINDOW_S, threads.count)
-                threads.pace()
+                threads.measure_if_due()
 
     def pass_time(self, seconds: float, threads: int) -> None:
         self.now += seconds
         self._waited += seconds * max(0.0, threads + self.strangers - self.cores) / 2
 
-    def waited_s(self) -> float:
+    def total_waiting_s(self) -> float:
         return self._waited
 
     def shorten(self) -> None:
-        self.short, self.switches = True, self.switches + 1
+        self.is_short, self.switches = True, self.switches + 1
 
     def lengthen(self) -> None:
-        self.short, self.switches = False, self.switches + 1
+        self.is_short, self.switches = False, self.switches + 1
 
 
 def threads_on(machine: SimulatedMachine, count: int) -> ComputeThreads:
@@ -70,11 +70,11 @@ def threads_on(machine: SimulatedMachine, count: int) -> ComputeThreads:
 def test_on_a_quiet_machine_threads_spin_from_the_first_window_on():
     machine = SimulatedMachine(cores=8)
     some = threads_on(machine, 8)
-    assert machine.short, "a start among strangers must not be slow"
+    assert machine.is_short, "a start among strangers must not be slow"
     machine.compute(some, 1)
-    assert not machine.short
+    assert not machine.is_short
     machine.compute(some, 1000)
-    assert not machine.short and machine.switches == 2
+    assert not machine.is_short and machine.switches == 2
 
 
 @pytest.mark.parametrize(("cores", "strangers"), [(2, 1), (2, 5), (8, 1), (8, 20)])
@@ -84,24 +84,24 @@ def test_beside_strangers_threads_sleep_and_their_number_stays(cores: int, stran
     machine.compute(some, 4)
     machine.strangers = strangers
     machine.compute(some, 2)
-    assert machine.short
+    assert machine.is_short
     machine.compute(some, 50)
-    assert machine.short and some.count == cores and machine.switches == 3
+    assert machine.is_short and some.count == cores and machine.switches == 3
     machine.strangers = 0
     machine.compute(some, 2)
-    assert not machine.short
+    assert not machine.is_short
 
 
 def test_spinning_that_does_not_last_becomes_rare():
     machine = SimulatedMachine(cores=2)
     some = threads_on(machine, 2)
     for _ in range(200):
-        machine.strangers = 0.0 if machine.short else 2.0
+        machine.strangers = 0.0 if machine.is_short else 2.0
         machine.compute(some, 1)
     assert machine.switches < 60, "spinning was tried in more than one window of six"
     machine.strangers = 0.0
     machine.compute(some, 2 * STEADY_WINDOWS)
-    assert not machine.short
+    assert not machine.is_short
 
 
 def test_a_burst_of_other_work_now_and_then_hardly_costs_any_spinning():
@@ -113,7 +113,7 @@ def test_a_burst_of_other_work_now_and_then_hardly_costs_any_spinning():
     for window in range(1000):
         machine.strangers = 2.0 if window % 30 == 29 else 0.0
         machine.compute(some, 1)
-        spinning += not machine.short
+        spinning += not machine.is_short
     assert spinning > 700
 
 
@@ -127,7 +127,7 @@ def test_threads_that_cannot_be_switched_go_on_as_they_are():
     machine = Stubborn(cores=2, strangers=2)
     some = threads_on(machine, 2)
     machine.compute(some, 20)
-    assert some.count == 2 and not machine.short
+    assert some.count == 2 and not machine.is_short
 
 
 def test_what_happens_between_two_calls_is_not_looked_at():
@@ -139,7 +139,7 @@ def test_what_happens_between_two_calls_is_not_looked_at():
         machine.pass_time(10 * WINDOW_S, 2)
         machine.strangers = 0.0
         machine.compute(some, 1)
-        assert not machine.short
+        assert not machine.is_short
 
 
 def test_short_calls_are_looked_at_together():
@@ -148,7 +148,7 @@ def test_short_calls_are_looked_at_together():
     for _ in range(30):
         with some.computing():
             machine.pass_time(WINDOW_S / 10, some.count)
-    assert not machine.short
+    assert not machine.is_short
 
 
 def test_one_thread_waits_for_nobody_and_an_engine_on_its_own_changes_nothing(
@@ -156,7 +156,7 @@ def test_one_thread_waits_for_nobody_and_an_engine_on_its_own_changes_nothing(
 ):
     with ComputeThreads(3).computing():
         assert torch.get_num_threads() == 3
-    with unmanaged().computing():
+    with unmanaged_threads().computing():
         assert torch.get_num_threads() == 3
     with threads(1).computing():
         assert torch.get_num_threads() == 1
@@ -194,7 +194,9 @@ def test_everything_that_an_engine_computes_follows_the_cores(tiny_model: Any, r
             ComputeThreads(4, machine, machine, clock=later, set_threads=lambda _: None)
         )
         call()
-        assert machine.switches >= 2 and not machine.short, "the call is looked at while it goes on"
+        assert machine.switches >= 2 and not machine.is_short, (
+            "the call is looked at while it goes on"
+        )
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the account is Linux's")
@@ -206,11 +208,11 @@ def test_the_kernel_tells_that_a_thread_waits_for_a_core_that_a_stranger_keeps_b
     try:
         os.sched_setaffinity(stranger.pid, {min(mine)})
         os.sched_setaffinity(0, {min(mine)})
-        before = account.waited_s()
+        before = account.total_waiting_s()
         deadline = time.monotonic() + 60
-        while account.waited_s() - before < 0.02 and time.monotonic() < deadline:
+        while account.total_waiting_s() - before < 0.02 and time.monotonic() < deadline:
             sum(range(100_000))
-        assert account.waited_s() - before >= 0.02
+        assert account.total_waiting_s() - before >= 0.02
     finally:
         os.sched_setaffinity(0, mine)
         stranger.kill()
@@ -262,7 +264,7 @@ spinning, plain = helper_cpu_s(), gradients()
 spin.shorten(); spin.shorten()
 asleep, parked = helper_cpu_s(), gradients()
 spin.lengthen(); spin.lengthen()
-print(json.dumps({"spinning": spinning, "asleep": asleep, "again": helper_cpu_s(), "short": spin.short,
+print(json.dumps({"spinning": spinning, "asleep": asleep, "again": helper_cpu_s(), "short": spin.is_short,
                   "equal": all(map(torch.equal, plain, parked)),
                   "left": len(os.listdir("/proc/self/task")) - n_tasks}))
 """

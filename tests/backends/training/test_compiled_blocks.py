@@ -50,7 +50,7 @@ def test_losses_are_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
     rows and more used to fail where layers compute with oneDNN: on processors that MKL does not
     favour."""
     torch.set_num_threads(1)
-    monkeypatch.setattr(kernels, "favoured_by_mkl", lambda: False)
+    monkeypatch.setattr(kernels, "prefers_mkl", lambda: False)
     monkeypatch.setattr(training, "SPEC", MicroBatchSpec(1, 4096))
     torch._dynamo.reset()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -84,7 +84,7 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blocks_that_are_compiled_have_no_layers_of_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler ends with an assertion over them, in the first train step."""
     monkeypatch.setattr(torch_engine, "_missing_compiler", lambda device: "")
-    monkeypatch.setattr(kernels, "favoured_by_mkl", lambda: False)
+    monkeypatch.setattr(kernels, "prefers_mkl", lambda: False)
     plain, compiled = (
         engine_of(training.tiny_model(), compile=chosen).model for chosen in (False, True)
     )

@@ -370,7 +370,7 @@ def test_what_trains_is_what_peft_computes(
 ) -> None:
     """The layers compute their adapters with fewer passes over memory than those of peft, whose own
     they are below."""
-    monkeypatch.setattr(kernels, "favoured_by_mkl", lambda: not onednn)
+    monkeypatch.setattr(kernels, "prefers_mkl", lambda: not onednn)
     few = engine_of(tiny_model(), dropout=0.0)
     monkeypatch.setattr(lora, "_few_passes", lambda kind: kind)
     usual = engine_of(tiny_model(), dropout=0.0)
@@ -395,7 +395,7 @@ def test_a_model_may_change_what_an_adapted_layer_returns_in_place() -> None:
     up = torch.randn(5, 2, requires_grad=True)
     for rows in (3, 0):
         x = torch.randn(2, rows, 4, requires_grad=True)
-        found = kernels.adapted_product(x, weight, None, down, up, 0.5)
+        found = kernels.lora_linear(x, weight, None, down, up, 0.5)
         expected = torch.nn.functional.linear(x, weight + 0.5 * up @ down)
         torch.testing.assert_close(found, expected)
         of_found = torch.autograd.grad(found.clamp_(-1, 1).square().sum(), [x, down, up])

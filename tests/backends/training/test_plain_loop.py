@@ -3,7 +3,7 @@ one at a time.
 
 The models here are those that broke what computes them faster: OLMo clamps its projections in
 place, Gemma 3n scales one in place and has no gradient at an embedding of zeros, and layers of
-Gemma 4 have heads of different widths. A pass has more positions than ``LEAST_ROWS``, from which on
+Gemma 4 have heads of different widths. A pass has more positions than ``MIN_ROWS``, from which on
 oneDNN computes the products, and rows of several lengths.
 """
 
@@ -27,7 +27,7 @@ from realhf.api.config import LoraConfig, OptimizerConfig
 from realhf.api.model import ForwardOutputs
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded import kernels
-from realhf.backends.embedded.kernels import LEAST_ROWS, OneDnnLinear
+from realhf.backends.embedded.kernels import MIN_ROWS, OneDnnLinear
 from realhf.backends.training.torch_engine import TorchEngine
 from tests.backends.architectures import configs
 
@@ -122,7 +122,7 @@ def engine_of(name: str, lora: LoraConfig | None = None) -> TorchEngine:
 def onednn(on: bool) -> Iterator[None]:
     """Processors that MKL favours would not use oneDNN; here they do."""
     with pytest.MonkeyPatch.context() as patch, torch.backends.mkldnn.flags(enabled=on):
-        patch.setattr(kernels, "favoured_by_mkl", lambda: False)
+        patch.setattr(kernels, "prefers_mkl", lambda: False)
         yield
 
 
@@ -134,7 +134,7 @@ def test_all_weights_get_the_gradients_of_a_plain_loop(name: str, on: bool) -> N
     """A step of OLMo and Gemma 3n raised that a view is modified in place; one of Gemma 3n with
     rows under a mask had no gradient; Gemma 4 was not loaded."""
     rows = sequences(7)
-    assert sum(map(len, rows)) > 4 * LEAST_ROWS
+    assert sum(map(len, rows)) > 4 * MIN_ROWS
     with onednn(on):
         engine = engine_of(name)
         plain = model_of(name)
@@ -187,7 +187,7 @@ def test_adapters_get_the_gradients_of_a_plain_loop(name: str, on: bool) -> None
 def test_a_pass_of_few_rows_is_that_of_a_plain_loop(name: str, n: int) -> None:
     """One sequence below and above the least number of rows for oneDNN, and several without any
     padding."""
-    for cut in (LEAST_ROWS - 4, LEAST_ROWS, 64):
+    for cut in (MIN_ROWS - 4, MIN_ROWS, 64):
         rows = [row[:cut] for row in sequences(n)]
         with onednn(True):
             engine = engine_of(name)

@@ -512,7 +512,7 @@ def test_memory_of_passes_is_kept_until_holes_grow(monkeypatch: pytest.MonkeyPat
     )
     found = []
     for positions, _ in passes:
-        heap.after_pass(positions)
+        heap.trim_after_pass(positions)
         found.append(len(trimmed))
     assert found == [0, 0, 0, 0, 0, 1, 1, 1, 1], (
         "a larger pass needs more, and after giving back each is the largest"
@@ -546,5 +546,5 @@ def test_freed_memory_goes_back_to_the_system() -> None:
 def test_without_such_a_library_nothing_happens() -> None:
     heap = Heap()
     heap._trim = None
-    heap.after_pass(1)
+    heap.trim_after_pass(1)
     heap.trim()
