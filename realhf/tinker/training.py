@@ -31,7 +31,7 @@ from realhf.backends.training.checkpoint import (
     save_shards,
 )
 from realhf.backends.training.lora import ADAPTER, head_name, linear_layers
-from realhf.backends.training.torch_engine import TorchEngine, of_this_model
+from realhf.backends.training.torch_engine import TorchEngine, explain_load_errors
 from realhf.base.tensor_digest import TensorDigester, joint_digest
 from realhf.tinker.channel import ComputeOptions
 from realhf.tinker.losses import TokenLoss, find_loss
@@ -73,7 +73,7 @@ def load_all_weights(model: Any, folder: Path) -> None:
             f"{folder.name} was saved to be downloaded: save_state and save_weights_for_sampler "
             f"are for here"
         )
-    with of_this_model(folder):
+    with explain_load_errors(folder):
         load_shards(folder, _all_weights(model))
 
 

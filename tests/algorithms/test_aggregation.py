@@ -22,7 +22,7 @@ from realhf.algorithms.train_step import (
     weighted_part,
 )
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.backends.training.micro_batches import Ranks, parts_of
+from realhf.backends.training.micro_batches import Ranks, split_micro_batches
 from realhf.registry import advantage_estimators, policy_losses
 from tests.algorithms.policy_gradient.test_decoupled_objective import GivenOutputs
 from tests.algorithms.tiny_policy import context, tiny_actor
@@ -186,7 +186,7 @@ def objective(
     loss = 0.0
     gradient = torch.zeros_like(current)
     stats = {}
-    for piece in parts_of(part, MicroBatchSpec(n_mbs=n_mbs), Ranks()):
+    for piece in split_micro_batches(part, MicroBatchSpec(n_mbs=n_mbs), Ranks()):
         own = current[piece.place].clone().requires_grad_()
         value, found = PolicyObjective(options, 0)(GivenOutputs(own), piece.sample)  # type: ignore[arg-type]
         (gradient[piece.place],) = torch.autograd.grad(value, own)

@@ -48,7 +48,7 @@ def test_a_whole_folder_is_left_as_it_is_and_a_changed_one_is_seen(tmp_path: Pat
 def test_what_others_made_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.txt").write_text("mine")
-    with pytest.raises(PretrainedModelError, match="was not made by this program"):
+    with pytest.raises(PretrainedModelError, match="was not created by this program"):
         make_folder(tmp_path / "model")
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["mine.txt"]
 
@@ -56,7 +56,7 @@ def test_what_others_made_is_not_overwritten(tmp_path: Path) -> None:
 def test_two_do_not_make_it_at_once(tmp_path: Path) -> None:
     with (tmp_path / ".model.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(PretrainedModelError, match="another process makes"):
+        with pytest.raises(PretrainedModelError, match="another process is creating"):
             make_folder(tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
@@ -70,7 +70,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | 
     if content is not None:
         (package / FILE).write_bytes(content)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(pretrained_model, "NEEDED", ())
+    monkeypatch.setattr(pretrained_model, "REQUIRED_PACKAGES", ())
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_a_server_leaves_a_trainer_what_its_first_update_takes(
     total = 60 << 30
     with pytest.raises(
         RuntimeError,
-        match=r"vLLM does not fit beside the trainer of actor .*engine\.gpu_memory_utiliz",
+        match=r"vLLM does not fit next to the trainer of actor .*engine\.gpu_memory_utiliz",
     ):
         share(spec, total)
     assert share(asked, total) == 0.7, "who says it takes the blame"

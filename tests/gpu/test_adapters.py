@@ -12,7 +12,7 @@ import torch
 from realhf.api.config import GenConfig, LoraConfig, OptimizerConfig
 from realhf.api.model import GenRequest
 from realhf.api.sample import SequenceSample
-from realhf.backends.training.optimizer import HostMemory, RestingMoments
+from realhf.backends.training.optimizer import HostMemory, OffloadedMoments
 from realhf.backends.training.torch_engine import TorchEngine
 from tests.gpu.conftest import SPEC, train
 
@@ -93,7 +93,7 @@ def test_pieces_of_moments_move_while_others_are_computed(device: torch.device) 
         )
         weights = weights.to(device)
         adamw = torch.optim.AdamW(weights.parameters(), lr=1e-2, fused=True)
-        stepped = adamw if memory is None else RestingMoments(adamw, memory, piece_bytes=3 << 20)
+        stepped = adamw if memory is None else OffloadedMoments(adamw, memory, piece_bytes=3 << 20)
         for _ in range(5):
             for weight in weights:
                 weight.grad = torch.randn_like(weight)

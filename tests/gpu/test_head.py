@@ -23,7 +23,7 @@ def drawn(device: torch.device, dtype: torch.dtype, rows: int) -> tuple[Tensor, 
 @pytest.mark.cuda_only
 def test_the_products_of_this_gpu_are_used(device: torch.device) -> None:
     """A fall back to fp32 would be several times as slow, and is a warning only."""
-    assert module.multiplies_bf16(device)
+    assert module.supports_bf16_products(device)
     hidden, weight, _ = drawn(device, torch.bfloat16, 3)
     assert module._Products(hidden, weight).narrow
     assert not module._Products(hidden.float(), weight.float()).narrow

@@ -12,7 +12,11 @@ import torch
 
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training import packed_forward
-from realhf.backends.training.varlen_attention import kernel_for, packed_layout, plain_attention
+from realhf.backends.training.varlen_attention import (
+    find_kernel,
+    packed_layout,
+    reference_attention,
+)
 from tests.gpu.conftest import engine_of
 
 pytestmark = pytest.mark.cuda_only
@@ -25,8 +29,8 @@ def loss(outputs: Any, part: SequenceSample) -> Any:
 
 def test_the_kernel_of_this_torch_is_proven_here(device: torch.device) -> None:
     if torch.cuda.get_device_capability(device) < (8, 0):
-        pytest.skip(kernel_for(device, torch.bfloat16)[1])
-    found, reason = kernel_for(device, torch.bfloat16)
+        pytest.skip(find_kernel(device, torch.bfloat16)[1])
+    found, reason = find_kernel(device, torch.bfloat16)
     assert found is not None, reason
 
 
@@ -39,8 +43,8 @@ def test_the_backward_pass_is_right_for_heads_of_every_width(
     outputs and gradients. A width that a device does not have is refused by name, and rows are
     padded there."""
     if torch.cuda.get_device_capability(device) < (8, 0):
-        pytest.skip(kernel_for(device, torch.bfloat16)[1])
-    kernel, reason = kernel_for(device, torch.bfloat16, (head_size,))
+        pytest.skip(find_kernel(device, torch.bfloat16)[1])
+    kernel, reason = find_kernel(device, torch.bfloat16, (head_size,))
     if kernel is None:
         assert f"for heads of {head_size}, " in reason
         pytest.skip(reason)
@@ -53,7 +57,7 @@ def test_the_backward_pass_is_right_for_heads_of_every_width(
     shapes = [(400, heads, head_size) for heads in (4, 2, 2, 4)]
     *given, weights = (torch.randn(*shape, generator=draw).to(device) for shape in shapes)
     found: list[list[torch.Tensor]] = []
-    for each, dtype in ((kernel, torch.bfloat16), (plain_attention, torch.float32)):
+    for each, dtype in ((kernel, torch.bfloat16), (reference_attention, torch.float32)):
         lay = packed_layout(paths, [0, 90, 90], each).to(device)
         inputs = [x.to(dtype).detach().requires_grad_() for x in given]
         output = lay.attend(inputs[0], inputs[1], inputs[2], window, head_size**-0.5)
@@ -72,13 +76,13 @@ def test_packed_rows_train_as_padded_ones(
     architecture: str,
     checkpointing: bool,
 ) -> None:
-    if kernel_for(device, torch.bfloat16)[0] is None:
-        pytest.skip(kernel_for(device, torch.bfloat16)[1])
+    if find_kernel(device, torch.bfloat16)[0] is None:
+        pytest.skip(find_kernel(device, torch.bfloat16)[1])
     packed = engine_of(
         model_on(device, architecture, torch.bfloat16), gradient_checkpointing=checkpointing
     )
     assert packed._forward.packs
-    monkeypatch.setattr(packed_forward, "kernel_for", lambda *_: (None, ""))
+    monkeypatch.setattr(packed_forward, "find_kernel", lambda *_: (None, ""))
     padded = engine_of(
         model_on(device, architecture, torch.bfloat16), gradient_checkpointing=checkpointing
     )

@@ -14,7 +14,7 @@ from torch.nn import functional
 from realhf.algorithms.train_step import PredictedTokens
 from realhf.api.model import GenerationEngine, LossFn, PostFn, TrainResult, logprobs_by
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.backends.training.micro_batches import Ranks, StepAccount, parts_of
+from realhf.backends.training.micro_batches import Ranks, StepAccount, split_micro_batches
 from realhf.backends.training.packed_forward import Heads, PackedOutputs, ScoredRows
 
 
@@ -34,7 +34,7 @@ class BigramEngine:
         """Add up loss, statistics and gradient over the micro-batches, then take one step if all is finite."""
         account = StepAccount(self._shifted(sample))
         self._optimizer.zero_grad()
-        for part in parts_of(sample, mb_spec, Ranks()):
+        for part in split_micro_batches(sample, mb_spec, Ranks()):
             outputs = self._outputs(part.sample)
             loss, numbers = loss_fn(outputs, part.sample)
             loss = loss / normaliser

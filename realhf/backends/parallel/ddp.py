@@ -17,7 +17,7 @@ from realhf.backends.training.torch_engine import TorchEngine
 from realhf.base.tensor_digest import digests
 
 
-class JoinedEngine(TorchEngine):
+class GroupEngine(TorchEngine):
     """``TorchEngine`` of one of several ranks, which write a checkpoint together."""
 
     def __init__(
@@ -31,12 +31,16 @@ class JoinedEngine(TorchEngine):
         """Raise RuntimeError unless all ranks use the same layout of rows. Each rank lays out the
         whole batch and computes its share of the rows, so with different layouts some sequences
         would be computed by no rank, or by two. Call this inside ``together``."""
-        own = {"packs": forward.packs, "shares": forward.shares, "row_tokens": forward.row_tokens}
-        for rank, other in enumerate(self._group.gather(own)):
-            if other != own:
+        own_layout = {
+            "packs": forward.packs,
+            "shares": forward.shares,
+            "row_tokens": forward.row_tokens,
+        }
+        for rank, other in enumerate(self._group.gather(own_layout)):
+            if other != own_layout:
                 raise RuntimeError(
                     f"{self._role}: rank {self._group.number} and rank {rank} lay rows out "
-                    f"differently ({own} and "
+                    f"differently ({own_layout} and "
                     f"{other}), so they cannot compute together; their logs say why prefixes are "
                     f"not shared"
                 )
@@ -71,7 +75,7 @@ class JoinedEngine(TorchEngine):
             self._load(folder, self._group.group)
 
 
-class JoinedBackend(TorchBackend):
+class GroupBackend(TorchBackend):
     """Builder of engines of the workers in ``world``. Without it, and for a role with a single
     worker, it builds the same as the backend ``torch``."""
 
@@ -79,18 +83,20 @@ class JoinedBackend(TorchBackend):
         super().__init__(device)
         self._world = world
 
-    def _engine(self, spec: ModelSpec, model: Any, tokenizer: Any, **options: Any) -> TorchEngine:
+    def _build_engine(
+        self, spec: ModelSpec, model: Any, tokenizer: Any, **options: Any
+    ) -> TorchEngine:
         if spec.parallel.size == 1:
-            return super()._engine(spec, model, tokenizer, **options)
+            return super()._build_engine(spec, model, tokenizer, **options)
         if self._world is None:
             raise RuntimeError(
-                f"{spec.role}: {spec.parallel.size} workers train together, but they have not met"
+                f"{spec.role}: {spec.parallel.size} workers train together, but this one has joined no process group"
             )
-        return self._joined(spec, self._world, model, tokenizer, **options)
+        return self._build_group_engine(spec, self._world, model, tokenizer, **options)
 
-    def _joined(
+    def _build_group_engine(
         self, spec: ModelSpec, world: World, model: Any, tokenizer: Any, **options: Any
-    ) -> JoinedEngine:
+    ) -> GroupEngine:
         raise NotImplementedError
 
 
@@ -101,16 +107,17 @@ class CopiesDiffer(RuntimeError):
 def check_copies(model: nn.Module, ranks: GroupRanks, role: str) -> None:
     """Raise CopiesDiffer, naming a tensor and a rank, unless the weights of all ranks are bitwise
     equal. Call this inside ``together``."""
-    own = digests(model.state_dict())
-    for rank, other in enumerate(ranks.gather(own)):
-        if other != own:
+    own_digests = digests(model.state_dict())
+    for rank, other in enumerate(ranks.gather(own_digests)):
+        if other != own_digests:
             name = next(
-                (name for name in own if other.get(name) != own[name]), "the number of tensors"
+                (name for name in own_digests if other.get(name) != own_digests[name]),
+                "the number of tensors",
             )
             raise CopiesDiffer(f"{role}: {name} differs between rank {ranks.rank} and rank {rank}")
 
 
-class DdpEngine(JoinedEngine):
+class DdpEngine(GroupEngine):
     """``TorchEngine`` with equal copies of the model on all ranks. A call outside of a group call
     uses only the copy of this rank."""
 
@@ -127,10 +134,10 @@ class DdpEngine(JoinedEngine):
         check_copies(self.model, self._group, self._role)
 
 
-class DdpBackend(JoinedBackend):
+class DdpBackend(GroupBackend):
     """Builder of engines with a copy of the model on each worker."""
 
-    def _joined(
+    def _build_group_engine(
         self, spec: ModelSpec, world: World, model: Any, tokenizer: Any, **options: Any
     ) -> DdpEngine:
         ranks = GroupRanks(world, spec.workers, sharded=False, device=self._device)

@@ -31,22 +31,22 @@ from realhf.api.model import LossFn, PostFn, TrainResult
 from realhf.api.parallel import HeldInParts
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.generation import EmbeddedGenerator
-from realhf.backends.parallel.ddp import JoinedBackend, JoinedEngine
-from realhf.backends.parallel.process_groups import GroupRanks, World, mesh_of
+from realhf.backends.parallel.ddp import GroupBackend, GroupEngine
+from realhf.backends.parallel.process_groups import GroupRanks, World, build_mesh
 from realhf.backends.training.checkpoint import persistent_buffers
 from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.tokenizer_loading import ModelLoadError, check_folder
 from realhf.backends.training.torch_backend import (
     ValueModel,
-    attention_for,
+    choose_attention,
+    find_logit_problem,
     load_value_model,
-    odd_logits,
 )
-from realhf.backends.training.torch_engine import blocks_of
+from realhf.backends.training.torch_engine import find_blocks
 
-WHOLE = "model.safetensors"
+WEIGHTS_FILE = "model.safetensors"
 """File of all weights."""
-INDEX = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 """Index of the files if the weights are in several."""
 _log = logging.getLogger(__name__)
 
@@ -69,34 +69,43 @@ class FolderWeights:
         """
         self._device = device
         self._dtype = dtype
-        self._files = _files_of(folder)
+        self._files = _map_tensor_files(folder)
         self._names: dict[int, str] = {}
         self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
         self._buffers: dict[int, str] = {}
-        self._kept: list[nn.Parameter] = []  # keeps objects alive, so that ids stay unique
+        self._parameters_alive: list[
+            nn.Parameter
+        ] = []  # keeps objects alive, so that ids stay unique
         head = None if with_head else model.get_output_embeddings()
-        inner = f"{model.base_model_prefix}."
+        base_prefix = f"{model.base_model_prefix}."
         aliases: dict[int, list[str]] = {}
         for path, module in model.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     aliases.setdefault(id(parameter), []).append(f"{path}.{name}" if path else name)
                     self._owners.setdefault(id(parameter), []).append((module, name))
-                    self._kept.append(parameter)
-        shapes = {id(parameter): tuple(parameter.shape) for parameter in self._kept}
-        unwanted = {id(parameter) for parameter in head.parameters()} if head is not None else set()
+                    self._parameters_alive.append(parameter)
+        shapes = {id(parameter): tuple(parameter.shape) for parameter in self._parameters_alive}
+        optional = {id(parameter) for parameter in head.parameters()} if head is not None else set()
         for key, names in aliases.items():
-            found = next(
-                (n for name in names for n in (name, name.removeprefix(inner)) if n in self._files),
+            stored_name = next(
+                (
+                    n
+                    for name in names
+                    for n in (name, name.removeprefix(base_prefix))
+                    if n in self._files
+                ),
                 None,
             )
-            if found is None and key in unwanted and len(names) == 1:
+            if stored_name is None and key in optional and len(names) == 1:
                 continue
-            if found is None:
+            if stored_name is None:
                 raise ValueError(f"it holds no tensor {names[0]}")
-            if (held := self._shape(found)) != shapes[key]:
-                raise ValueError(f"{found} has the shape {held}, in the model {shapes[key]}")
-            self._names[key] = found
+            if (stored_shape := self._shape(stored_name)) != shapes[key]:
+                raise ValueError(
+                    f"{stored_name} has the shape {stored_shape}, in the model {shapes[key]}"
+                )
+            self._names[key] = stored_name
         state = model.state_dict().keys()
         for name, buffer in model.named_buffers():
             if name in state and name in self._files:
@@ -146,7 +155,7 @@ def build_without_memory(
     whole, which also reports errors in it. Raises ModelLoadError.
     """
     check_folder(path, role)
-    kernel = attention_for(path, role, experts)
+    kernel = choose_attention(path, role, experts)
     config = AutoConfig.from_pretrained(path)
     try:
         if get_checkpoint_conversion_mapping(config.model_type) is not None:
@@ -158,7 +167,7 @@ def build_without_memory(
         weights = FolderWeights(model, Path(path), device, dtype, with_head=with_head)
     except (OSError, KeyError, ValueError, SafetensorError) as error:
         _log.warning(
-            "%s.path=%s is loaded whole on each worker before it is cut: %s", role, path, error
+            "%s.path=%s is loaded whole on each worker before it is sharded: %s", role, path, error
         )
         return None
     with contextlib.suppress(OSError):
@@ -183,21 +192,21 @@ def _parameters_without_memory() -> Iterator[None]:
         handle.remove()
 
 
-def _files_of(folder: Path) -> dict[str, Path]:
+def _map_tensor_files(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor. Raises ValueError if there are no safetensors files."""
-    if (folder / INDEX).is_file():
-        listed: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))[
-            "weight_map"
-        ]
+    if (folder / INDEX_FILE).is_file():
+        file_of_tensor: dict[str, str] = json.loads(
+            (folder / INDEX_FILE).read_text(encoding="utf-8")
+        )["weight_map"]
         # Use only the file name: an index must not refer to files outside of the folder.
-        return {name: folder / Path(file).name for name, file in listed.items()}
-    if not (folder / WHOLE).is_file():
+        return {name: folder / Path(file).name for name, file in file_of_tensor.items()}
+    if not (folder / WEIGHTS_FILE).is_file():
         raise ValueError("it has no safetensors files")
-    with safe_open(folder / WHOLE, framework="pt") as file:
-        return dict.fromkeys(file.keys(), folder / WHOLE)
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        return dict.fromkeys(file.keys(), folder / WEIGHTS_FILE)
 
 
-class Whole(nn.Module):
+class ShardedModel(nn.Module):
     """Wrapper whose forward pass calls a function. During that call, everything outside of the
     blocks (embeddings, the last norm, the head) is unsharded, so that a loss can use it after the
     decoder."""
@@ -211,7 +220,9 @@ class Whole(nn.Module):
         return run()
 
 
-def cut(model: Any, mesh: DeviceMesh, fill: Callable[[nn.Module], None] = lambda _: None) -> Whole:
+def shard_model(
+    model: Any, mesh: DeviceMesh, fill: Callable[[nn.Module], None] = lambda _: None
+) -> ShardedModel:
     """Shard the parameters of ``model`` over the last dimension of ``mesh``, in place. Gradients
     are summed over the whole mesh, in fp32. Tied weights stay tied, because they belong to no
     block.
@@ -219,12 +230,12 @@ def cut(model: Any, mesh: DeviceMesh, fill: Callable[[nn.Module], None] = lambda
     ``fill`` is called with each part before it is sharded, to load its parameters. Raises
     ValueError for a model that does not define its blocks.
     """
-    blocks = blocks_of(model)
+    blocks = find_blocks(model)
     if not blocks:
         raise ValueError(
-            f"{type(model).__name__} does not say which of its modules are blocks: it cannot be cut"
+            f"{type(model).__name__} does not declare which of its modules are blocks, so it cannot be sharded"
         )
-    whole = Whole(model)
+    whole = ShardedModel(model)
     precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for block in blocks:
         fill(block)
@@ -238,19 +249,19 @@ def cut(model: Any, mesh: DeviceMesh, fill: Callable[[nn.Module], None] = lambda
     return whole
 
 
-def empty_like(model: Any) -> Any:
+def build_meta_copy(model: Any) -> Any:
     """Return an unsharded model of the same kind on the device ``meta``, for ``gather_into``."""
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
-        whole = ValueModel(made) if isinstance(model, ValueModel) else made
+        language_model = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
+        empty = ValueModel(language_model) if isinstance(model, ValueModel) else language_model
     if (generation := getattr(model, "generation_config", None)) is not None:
-        whole.generation_config = generation  # is exported with the weights
-    return whole.eval()
+        empty.generation_config = generation  # is exported with the weights
+    return empty.eval()
 
 
 def gather_into(copy: Any | None, model: Any) -> None:
     """Gather the weights of a sharded model, one tensor at a time, into ``copy``, which
-    ``empty_like`` created. With None, this rank only sends its shards. All ranks of the model must
+    ``build_meta_copy`` created. With None, this rank only sends its shards. All ranks of the model must
     call this."""
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
@@ -275,7 +286,7 @@ def gather_into(copy: Any | None, model: Any) -> None:
     ]
     if empty:
         raise RuntimeError(
-            f"{type(model).__name__}: {empty[0]} was not brought together ({len(empty)} were not)"
+            f"{type(model).__name__}: {empty[0]} was not gathered ({len(empty)} tensors were not)"
         )
 
 
@@ -287,7 +298,7 @@ def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
     table[last] = tensor
 
 
-class FsdpEngine(JoinedEngine):
+class FsdpEngine(GroupEngine):
     """``TorchEngine`` with a shard of the weights, which computes in group calls only.
 
     ``unread`` loads parameters of ``model`` on the device ``meta``, part by part, before each part
@@ -303,12 +314,12 @@ class FsdpEngine(JoinedEngine):
         ranks: GroupRanks,
         mesh: DeviceMesh,
         role: str,
-        unread: FolderWeights | None = None,
+        folder_weights: FolderWeights | None = None,
         **options: Any,
     ) -> None:
         self._mesh = mesh
-        self._unread = unread
-        self._whole: Whole | None = None
+        self._folder_weights = folder_weights
+        self._whole: ShardedModel | None = None
         self._copy: Any = None
         with ranks.together(f"the weights of {role}"):
             super().__init__(model, tokenizer, ranks=ranks, role=role, **options)
@@ -317,24 +328,24 @@ class FsdpEngine(JoinedEngine):
     def _build_forward(
         self, lora: LoraConfig | None, path: str, adapts_head: bool
     ) -> PackedForward:
-        unread = self._unread
+        folder_weights = self._folder_weights
         mesh = self._mesh
-        if unread is None:
+        if folder_weights is None:
             forward = super()._build_forward(lora, path, adapts_head)
             self._check_layouts(forward)
-            self._whole = cut(self.model, mesh)
+            self._whole = shard_model(self.model, mesh)
             return forward
-        whole = self._whole = cut(self.model, mesh, unread.fill)
+        whole = self._whole = shard_model(self.model, mesh, folder_weights.fill)
 
         def run() -> PackedForward:
-            if problem := odd_logits(self.model):
+            if problem := find_logit_problem(self.model):
                 raise ModelLoadError(f"{self._role}.path={path}: {problem}")
             return super(FsdpEngine, self)._build_forward(lora, path, adapts_head)
 
         try:
             forward = whole(run)
         finally:
-            self._cut_again()
+            self._reshard()
         self._check_layouts(forward)
         return forward
 
@@ -342,7 +353,7 @@ class FsdpEngine(JoinedEngine):
         assert self._whole is not None
         return run() if empty else self._whole(run)
 
-    def _without_gradient(self) -> contextlib.AbstractContextManager[Any]:
+    def _no_gradient_mode(self) -> contextlib.AbstractContextManager[Any]:
         # Tensors gathered in inference mode could not be used by a later train step.
         return torch.no_grad()
 
@@ -358,18 +369,18 @@ class FsdpEngine(JoinedEngine):
         memory is needed."""
         self._forget()
         result = super().train_batch(sample, loss_fn, mb_spec=mb_spec, normaliser=normaliser)
-        self._cut_again()
+        self._reshard()
         return result
 
     def forward(
         self, sample: SequenceSample, post_fn: PostFn, *, mb_spec: MicroBatchSpec
     ) -> Tensor:
         """See ``Engine.forward``."""
-        found = super().forward(sample, post_fn, mb_spec=mb_spec)
-        self._cut_again()
-        return found
+        result = super().forward(sample, post_fn, mb_spec=mb_spec)
+        self._reshard()
+        return result
 
-    def _cut_again(self) -> None:
+    def _reshard(self) -> None:
         """Free the shards of other ranks, as only a backward pass does by itself. After a pass
         without one, the parameters outside of the blocks would stay unsharded. These take memory,
         and are not the tensors that the optimizer and checkpoints use."""
@@ -382,7 +393,7 @@ class FsdpEngine(JoinedEngine):
         step. All ranks must call this in a group call."""
         if here:
             self._forget()  # free the previous copy first
-        copy = empty_like(self.model) if here else None
+        copy = build_meta_copy(self.model) if here else None
         with torch.no_grad():
             gather_into(copy, self.model)
         if copy is not None:
@@ -394,61 +405,59 @@ class FsdpEngine(JoinedEngine):
         """Free the gathered weights and their generator."""
         self._copy = self._generator = None
 
-    def _gathered(self) -> Any:
+    def _require_copy(self) -> Any:
         """Return the model with the gathered weights. Raises HeldInParts if there is none."""
         if self._copy is None:
-            raise HeldInParts(
-                f"{self._role}: its whole weights were not brought together on this worker"
-            )
+            raise HeldInParts(f"{self._role}: its whole weights were not gathered on this worker")
         return self._copy
 
     def generator(self) -> EmbeddedGenerator:
         """Return the generation engine over the gathered weights. Raises RuntimeError if they were
         not gathered."""
-        self._gathered()
+        self._require_copy()
         return super().generator()
 
     def weights(self) -> dict[str, Tensor]:
         """See ``Engine.weights``. Raises RuntimeError if the weights were not gathered."""
-        return self._of_copy(super().weights)
+        return self._with_copy(super().weights)
 
     def export_hf(self, folder: Path) -> None:
         """See ``Engine.export_hf``. Raises RuntimeError if the weights were not gathered."""
-        self._of_copy(lambda: super(FsdpEngine, self).export_hf(folder))
+        self._with_copy(lambda: super(FsdpEngine, self).export_hf(folder))
 
-    def _of_copy(self, run: Callable[[], Any]) -> Any:
+    def _with_copy(self, run: Callable[[], Any]) -> Any:
         """Call ``run`` with the gathered copy in place of the sharded model."""
-        cut_model = self.model
-        self.model = self._gathered()
+        sharded_model = self.model
+        self.model = self._require_copy()
         try:
             return run()
         finally:
-            self.model = cut_model
+            self.model = sharded_model
 
     def _load(self, folder: Path, group: Any = None) -> None:
         self._forget()
         super()._load(folder, group)
 
 
-class FsdpBackend(JoinedBackend):
+class FsdpBackend(GroupBackend):
     """Builder of engines with a shard of the model on each worker."""
 
-    _unread: FolderWeights | None = None
+    _folder_weights: FolderWeights | None = None
 
-    def _model(self, spec: ModelSpec, dtype: torch.dtype) -> Any:
+    def _load_model(self, spec: ModelSpec, dtype: torch.dtype) -> Any:
         """Build the model on the device ``meta`` if its folder can be read part by part."""
-        found = None
+        model_and_weights = None
         if spec.parallel.size > 1:
             head = spec.head == "lm"
-            found = build_without_memory(
+            model_and_weights = build_without_memory(
                 spec.path, spec.role, self._device, dtype, with_head=head, experts=spec.experts
             )
-        if found is None:
-            return super()._model(spec, dtype)
-        model, self._unread = found
+        if model_and_weights is None:
+            return super()._load_model(spec, dtype)
+        model, self._folder_weights = model_and_weights
         return load_value_model(model, spec.path, spec.role) if spec.head == "value" else model
 
-    def _joined(
+    def _build_group_engine(
         self, spec: ModelSpec, world: World, model: Any, tokenizer: Any, **options: Any
     ) -> FsdpEngine:
         if spec.lora is not None:
@@ -458,7 +467,13 @@ class FsdpBackend(JoinedBackend):
         if spec.compile:
             raise ValueError(f"{spec.role}.compile=true: the backend fsdp2 does not compile blocks")
         ranks = GroupRanks(world, spec.workers, sharded=True, device=self._device)
-        mesh = mesh_of(world, spec.workers, spec.parallel, ranks, self._device.type)
+        mesh = build_mesh(world, spec.workers, spec.parallel, ranks, self._device.type)
         return FsdpEngine(
-            model, tokenizer, ranks=ranks, mesh=mesh, role=spec.role, unread=self._unread, **options
+            model,
+            tokenizer,
+            ranks=ranks,
+            mesh=mesh,
+            role=spec.role,
+            folder_weights=self._folder_weights,
+            **options,
         )

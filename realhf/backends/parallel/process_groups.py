@@ -51,34 +51,34 @@ class Sockets:
     """
 
     def __init__(self) -> None:
-        self._held: dict[str, int] = {}
+        self._descriptors: dict[str, int] = {}
 
     def __len__(self) -> int:
         """Number of recorded sockets."""
-        return len(self._held)
+        return len(self._descriptors)
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
+    def record(self) -> Iterator[None]:
         """Record the sockets that are opened in the block."""
-        before = _open_sockets()
+        known = _open_sockets()
         yield
-        self._held |= {name: fd for name, fd in _open_sockets().items() if name not in before}
+        self._descriptors |= {name: fd for name, fd in _open_sockets().items() if name not in known}
 
-    def listening(self) -> set[str]:
+    def listening_addresses(self) -> set[str]:
         """Return the addresses of the listening sockets."""
-        return {address for fd in self._held.values() if (address := _listening_address(fd))}
+        return {address for fd in self._descriptors.values() if (address := _listening_address(fd))}
 
-    def shut(self) -> int:
+    def shut_down(self) -> int:
         """Shut down every recorded connection that is still open; return their number.
 
         The file descriptors stay open: torch owns them.
         """
         open_sockets = _open_sockets()
         count = 0
-        for name, fd in self._held.items():
+        for name, fd in self._descriptors.items():
             # The number of a closed descriptor may have been reused for another file.
             if open_sockets.get(name) == fd:
-                count += _shut(fd)
+                count += _shut_down(fd)
         return count
 
 
@@ -103,7 +103,7 @@ def _listening_address(fd: int) -> str:
     return ""
 
 
-def _shut(fd: int) -> bool:
+def _shut_down(fd: int) -> bool:
     """Shut down a connection in both directions; return whether it was open."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
         connection.getpeername()  # Raises OSError for a listening socket, which has no connection.
@@ -112,7 +112,7 @@ def _shut(fd: int) -> bool:
     return False
 
 
-class Meeting:
+class RendezvousStore:
     """TCP store at which the workers of a world rendezvous.
 
     ``address`` is its host:port. The store is served as long as the object exists.
@@ -139,7 +139,7 @@ class World:
     """This worker's membership in the torch.distributed world of a run.
 
     Args:
-        address: host:port of the rendezvous store (``Meeting``).
+        address: host:port of the rendezvous store (``RendezvousStore``).
         worker: Index of this worker.
         workers: Indices of all workers of the world.
         join_s: Timeout for joining the world and each group, seconds.
@@ -169,15 +169,15 @@ class World:
         self._worker = worker
         self._join_s = join_s
         self._timeout = timedelta(seconds=timeout_s)
-        self._own = own
+        self._own_address = own
         self._interface = interface
         self._sockets = Sockets()
         self._groups: list[Any] = []
-        self._founded = 0
+        self._n_created = 0
         # Groups of this worker that were created but not requested yet, by the places of their
         # members.
-        self._waiting: dict[tuple[int, ...], list[tuple[int, Any]]] = {}
-        self._aborted = ""
+        self._unclaimed: dict[tuple[int, ...], list[tuple[int, Any]]] = {}
+        self._abort_reason = ""
         self.cuda = torch.cuda.is_available()
         # Without an interface, gloo resolves the host name, which may give any address, and NCCL
         # prefers an interface to other machines.
@@ -190,7 +190,7 @@ class World:
             )
             self._store = PrefixStore(token, server) if token else server
             self._compare_devices(joining)
-            with self._sockets.recording():
+            with self._sockets.record():
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if self.cuda else "gloo",
                     store=self._store,
@@ -202,7 +202,7 @@ class World:
             raise
         except (RuntimeError, ValueError) as error:
             raise CollectiveBroken(
-                f"the workers {list(workers)} did not come together in {join_s:g} s "
+                f"the workers {list(workers)} did not all join within {join_s:g} s "
                 f"(rpc.connect_timeout_s): {error}"
             ) from None
 
@@ -217,10 +217,10 @@ class World:
         self._store.set(f"device/{self._worker}", "GPU" if self.cuda else "CPU")
         keys = {worker: f"device/{worker}" for worker in self._workers}
         self._store.wait([*keys.values()], joining)
-        without = [worker for worker, key in keys.items() if self._store.get(key) != b"GPU"]
-        if 0 < len(without) < len(keys):
+        without_gpu = [worker for worker, key in keys.items() if self._store.get(key) != b"GPU"]
+        if 0 < len(without_gpu) < len(keys):
             raise CollectiveBroken(
-                f"of the workers {list(keys)} that train together {without} see no GPU, and the "
+                f"of the workers {list(keys)} that train together {without_gpu} see no GPU, and the "
                 f"others do: place them "
                 "on hosts with GPUs (scheduler.placement), or hide those (CUDA_VISIBLE_DEVICES=)"
             )
@@ -230,16 +230,16 @@ class World:
 
         Gloo uses the first address of an interface, which may have several.
         """
-        if strays := sorted(self._sockets.listening() - {self._own}):
+        if unexpected := sorted(self._sockets.listening_addresses() - {self._own_address}):
             self.close()
             raise CollectiveBroken(
-                f"torch.distributed listens at {', '.join(strays)} of the interface "
+                f"torch.distributed listens at {', '.join(unexpected)} of the interface "
                 f"{self._interface}, and not at "
-                f"{self._own}, from where this host reaches the master: make that the first "
+                f"{self._own_address}, from where this host reaches the master: make that the first "
                 f"address of the interface"
             )
 
-    def found(self, groups: Sequence[Sequence[int]]) -> None:
+    def create_groups(self, groups: Sequence[Sequence[int]]) -> None:
         """Create the process groups that ``group`` returns, one for each list of workers.
 
         All workers of the world have to call this with the same groups in the same order, whether
@@ -247,12 +247,12 @@ class World:
         CollectiveBroken.
         """
         for workers in groups:
-            places = self.places(workers)
-            number = self._founded
-            self._founded += 1
+            world_ranks = self.world_ranks(workers)
+            number = self._n_created
+            self._n_created += 1
             try:
-                with self._sockets.recording():
-                    group = dist.new_group(places, timeout=self._timeout)
+                with self._sockets.record():
+                    group = dist.new_group(world_ranks, timeout=self._timeout)
             except (RuntimeError, ValueError) as error:
                 raise CollectiveBroken(
                     f"no group of the workers {sorted(workers)}: {error}"
@@ -260,7 +260,7 @@ class World:
             self._check_listeners()
             if self._worker in workers:
                 self._groups.append(group)
-                self._waiting.setdefault(tuple(places), []).append((number, group))
+                self._unclaimed.setdefault(tuple(world_ranks), []).append((number, group))
 
     def group(self, workers: Sequence[int]) -> Any:
         """Return the first process group of these workers that was created and not returned yet.
@@ -269,10 +269,10 @@ class World:
         ``join_s`` for the others. Raises CollectiveBroken naming the missing workers, or
         RuntimeError if no such group is left.
         """
-        created = self._waiting.get(tuple(self.places(workers)))
+        created = self._unclaimed.get(tuple(self.world_ranks(workers)))
         if not created:
             raise RuntimeError(
-                f"no group of the workers {sorted(workers)} was founded for worker {self._worker}"
+                f"no group of the workers {sorted(workers)} was created for worker {self._worker}"
             )
         number, group = created.pop(0)
         self._wait_for_members(number, sorted(workers))
@@ -297,35 +297,37 @@ class World:
                 f"{list(missing)} to load what they train with {workers}: {error}"
             ) from None
 
-    def places(self, workers: Sequence[int]) -> list[int]:
+    def world_ranks(self, workers: Sequence[int]) -> list[int]:
         """Return the ranks of these workers in the world, ascending."""
         return sorted(self._workers.index(worker) for worker in workers)
 
     @property
-    def aborted(self) -> str:
+    def abort_reason(self) -> str:
         """Why the collectives were aborted; empty if they were not."""
-        return self._aborted
+        return self._abort_reason
 
     def abort(self, reason: str) -> None:
         """Abort every collective of this worker, permanently. Thread-safe; a second call does
         nothing."""
-        if self._aborted:
+        if self._abort_reason:
             return
-        self._aborted = reason or "broken off"
-        count = self._sockets.shut()
+        self._abort_reason = reason or "aborted"
+        count = self._sockets.shut_down()
         for group in self._groups if self.cuda else ():
             try:
                 group.abort()
             except RuntimeError as error:  # The other groups have to be aborted nevertheless.
-                _log.warning("a group of NCCL does not break off: %s", error)
-        _log.warning("collectives are broken off (%s); %d connections closed", self._aborted, count)
+                _log.warning("an NCCL group could not be aborted: %s", error)
+        _log.warning(
+            "collectives are aborted (%s); %d connections closed", self._abort_reason, count
+        )
 
     def close(self) -> None:
         """Leave the world. Collectives that are still running fail, so that they do not delay the
         exit."""
-        self._sockets.shut()
+        self._sockets.shut_down()
         self._groups.clear()
-        self._waiting.clear()
+        self._unclaimed.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -351,12 +353,12 @@ class GroupRanks(Ranks):
         self._device = device
         self.group = world.group(workers)
         self.number = dist.get_rank(self.group)
-        self._together = len(workers)
+        self._n_workers = len(workers)
         self._sharded = sharded
         self._active = False
 
     @property
-    def in_step(self) -> bool:
+    def passes_are_collective(self) -> bool:
         """Whether passes are collectives.
 
         Raises RuntimeError outside of ``together`` for a sharded model, whose pass would wait for
@@ -364,7 +366,7 @@ class GroupRanks(Ranks):
         """
         if self._sharded and not self._active:
             raise RuntimeError(
-                "a model that is cut over workers computes on all of them together only"
+                "a model that is sharded over workers computes only in group calls, on all of them together"
             )
         return self._sharded
 
@@ -373,7 +375,7 @@ class GroupRanks(Ranks):
         """See ``realhf.api.parallel.Group``."""
         self._active = True
         self.rank = self.number
-        self.size = self._together
+        self.size = self._n_workers
         try:
             for rank, other in enumerate(self.gather({"about": what})):
                 if other["about"] != what:
@@ -383,11 +385,11 @@ class GroupRanks(Ranks):
             yield
             self.settle()
         except BaseException as error:
-            aborted = self._world.aborted
+            abort_reason = self._world.abort_reason
             self.abort(f"{what}: {type(error).__name__}")
-            if aborted or _lost_peer(error):
+            if abort_reason or _is_collective_error(error):
                 raise CollectiveBroken(
-                    f"rank {self.number} of {self.size} broke off {what}: {error}"
+                    f"rank {self.number} of {self.size} aborted {what}: {error}"
                 ) from error
             raise
         finally:
@@ -407,7 +409,7 @@ class GroupRanks(Ranks):
         if self._active:
             self._check_not_aborted()
 
-    def own(self, costs: Sequence[int]) -> list[int]:
+    def select_rows(self, costs: Sequence[int]) -> list[int]:
         """Return the rows of this rank: a contiguous range with about the same cost as on other
         ranks.
 
@@ -452,7 +454,7 @@ class GroupRanks(Ranks):
         """
         if self.size == 1 or self._sharded:
             return
-        for bucket in _buckets(parameters):
+        for bucket in _split_buckets(parameters):
             # The number of ranks with a gradient is summed in the same collective.
             has_grad = torch.tensor(
                 [float(p.grad is not None) for p in bucket], device=bucket[0].device
@@ -468,15 +470,15 @@ class GroupRanks(Ranks):
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, which have the same shape, on the CPU."""
         own = tensor.to(self._device)
-        rows = [torch.empty_like(own) for _ in range(self._together)]
+        rows = [torch.empty_like(own) for _ in range(self._n_workers)]
         self._collective(lambda: dist.all_gather(rows, own, group=self.group))
         return [row.cpu() for row in rows]
 
     def _check_not_aborted(self) -> None:
         """Raise CollectiveBroken if the world was aborted."""
-        if self._world.aborted:
+        if self._world.abort_reason:
             raise CollectiveBroken(
-                f"rank {self.number}: collectives were broken off: {self._world.aborted}"
+                f"rank {self.number}: collectives were aborted: {self._world.abort_reason}"
             )
 
     def _collective(self, run: Callable[[], Any]) -> None:
@@ -486,11 +488,11 @@ class GroupRanks(Ranks):
             run()
         except RuntimeError as error:
             raise CollectiveBroken(
-                f"rank {self.number} of {self._together} lost its peers: {error}"
+                f"rank {self.number} of {self._n_workers} lost its peers: {error}"
             ) from error
 
 
-def _lost_peer(error: BaseException) -> bool:
+def _is_collective_error(error: BaseException) -> bool:
     """Return whether an error comes from a collective. Torch raises such errors as plain
     RuntimeErrors."""
     if isinstance(error, (CollectiveBroken, dist.DistError)):
@@ -501,7 +503,7 @@ def _lost_peer(error: BaseException) -> bool:
     )
 
 
-def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def _split_buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Yield parameters in buckets of at most ``BUCKET_BYTES``; a larger parameter is a bucket of
     its own."""
     bucket: list[nn.Parameter] = []
@@ -518,7 +520,7 @@ def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]
         yield bucket
 
 
-def groups_of(workers: Sequence[int], parallel: Parallel, *, cut: bool) -> list[list[int]]:
+def list_groups(workers: Sequence[int], parallel: Parallel, *, cut: bool) -> list[list[int]]:
     """Return the groups of workers that a role needs, in the order of their creation.
 
     The first has all workers. For a model that is sharded (``cut``) and replicated, the workers of
@@ -533,12 +535,12 @@ def groups_of(workers: Sequence[int], parallel: Parallel, *, cut: bool) -> list[
     return [ordered, *rows, *(ordered[part :: parallel.fsdp] for part in range(parallel.fsdp))]
 
 
-def mesh_of(
+def build_mesh(
     world: World, workers: Sequence[int], parallel: Parallel, ranks: GroupRanks, device_type: str
 ) -> DeviceMesh:
     """Return the device mesh of a role, (fsdp,) or (dp, fsdp).
 
-    All workers of the role have to call this, after the world has created its ``groups_of``. Raises
+    All workers of the role have to call this, after the world has created its ``list_groups``. Raises
     CollectiveBroken.
     """
     if parallel.dp == 1:
@@ -547,7 +549,7 @@ def mesh_of(
     replica, shard = divmod(ranks.number, parallel.fsdp)
     row = world.group(ordered[replica * parallel.fsdp : (replica + 1) * parallel.fsdp])
     column = world.group(ordered[shard :: parallel.fsdp])
-    places = torch.tensor(world.places(workers)).reshape(parallel.dp, parallel.fsdp)
+    world_ranks = torch.tensor(world.world_ranks(workers)).reshape(parallel.dp, parallel.fsdp)
     return DeviceMesh.from_group(
-        [column, row], device_type, mesh=places, mesh_dim_names=("dp", "fsdp")
+        [column, row], device_type, mesh=world_ranks, mesh_dim_names=("dp", "fsdp")
     )

@@ -217,7 +217,7 @@ def load_state(
         folder, saved, {*names.values(), *persistent_buffers(model)} if weights else frozenset()
     )
     if optimizer is not None:
-        optimizer.begin_moments({p for p, name in names.items() if f"exp_avg/{name}" in saved})
+        optimizer.reset_moments({p for p, name in names.items() if f"exp_avg/{name}" in saved})
     version = torch.tensor(0)
     random = torch.get_rng_state()
     tensors = {**_tensors(model, optimizer, weights), _VERSION: version}

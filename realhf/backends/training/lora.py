@@ -51,7 +51,7 @@ def head_name(model: Any) -> str:
     return next(name for name, module in model.named_modules() if module is head)
 
 
-def side_product(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+def compute_adapter_factors(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return the two factors of the product that a layer's adapter adds to the layer's output for
     ``hidden`` (m, in): fp32 (m, rank) and (out, rank). None while adapters are off."""
     if layer.disable_adapters:
@@ -61,7 +61,7 @@ def side_product(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
     return functional.linear(hidden.float(), down) * layer.scaling[_NAME], up
 
 
-def chosen_layers(
+def select_layers(
     model: nn.Module, targets: Sequence[str], role: str, *, head: bool = False
 ) -> list[str]:
     """Return the names of the layers selected by ``targets``: full dotted names, or ends of them.
@@ -81,11 +81,11 @@ def chosen_layers(
         return list(layers)
     for target in targets:
         if not any(is_named(name, target) for name in layers):
-            there = sorted({name.rpartition(".")[2] for name in layers})
+            existing = sorted({name.rpartition(".")[2] for name in layers})
             raise ValueError(
                 f"{role}.lora.targets: no linear layer of the blocks is called {target!r} (there "
                 f"are "
-                f"{', '.join(there)})"
+                f"{', '.join(existing)})"
             )
     return [name for name in layers if any(is_named(name, target) for target in targets)]
 
@@ -95,28 +95,30 @@ def is_named(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def short_names(model: nn.Module, names: Sequence[str]) -> list[str]:
+def shorten_names(model: nn.Module, names: Sequence[str]) -> list[str]:
     """Return the last parts of ``names`` if they select exactly the same modules of the model, and
     otherwise ``names``. Other programs read these names in the file of adapters."""
     ends = sorted({name.rpartition(".")[2] for name in names})
-    meant = {name for name, _ in model.named_modules() if any(is_named(name, end) for end in ends)}
-    return ends if meant == {*names} else list(names)
+    selected = {
+        name for name, _ in model.named_modules() if any(is_named(name, end) for end in ends)
+    }
+    return ends if selected == {*names} else list(names)
 
 
-def weight_of(model: Any, name: str) -> nn.Parameter:
+def get_weight(model: Any, name: str) -> nn.Parameter:
     """Return the weight of the layer with this name."""
     return model.get_submodule(name).weight
 
 
 _CHUNK = 1 << 20
 """Number of elements that are compared at once."""
-_CLOSELY = 4096
+_MAX_RECHECKED = 4096
 """Maximum number of differing elements of a chunk, evenly spaced, that are recomputed in fp64. In a
 wrong merge most elements differ; in a correct one only those that lie halfway between two
 numbers."""
 
 
-def worst_element(
+def find_worst_element(
     merged: Tensor, base: Tensor, up: Tensor, down: Tensor, scale: float
 ) -> tuple[float, float]:
     """Compare ``merged`` with ``base`` + ``scale`` * ``up`` @ ``down`` and return the error of the
@@ -132,34 +134,34 @@ def worst_element(
         of what the adapters add to that element. NaN counts as infinitely wrong.
     """
     rows = max(1, _CHUNK // max(1, merged.shape[1]))
-    found = [(0.0, 0.0)]
+    errors = [(0.0, 0.0)]
     for first in range(0, len(merged), rows):
         part = slice(first, first + rows)
-        found.append(_worst(merged[part], base[part], up[part].float(), down.float(), scale))
-    return max(found)
+        errors.append(_find_worst(merged[part], base[part], up[part].float(), down.float(), scale))
+    return max(errors)
 
 
-def _worst(
+def _find_worst(
     merged: Tensor, base: Tensor, up: Tensor, down: Tensor, scale: float
 ) -> tuple[float, float]:
-    """Return the two errors of ``worst_element`` for some rows."""
-    again = base.float().addmm(up, down, alpha=scale).to(merged.dtype)
-    differs = (merged != again).nonzero()
+    """Return the two errors of ``find_worst_element`` for some rows."""
+    recomputed = base.float().addmm(up, down, alpha=scale).to(merged.dtype)
+    differs = (merged != recomputed).nonzero()
     if not len(differs):
         return 0.0, 0.0
-    row, column = differs[:: -(-len(differs) // _CLOSELY)].unbind(1)
+    row, column = differs[:: -(-len(differs) // _MAX_RECHECKED)].unbind(1)
     terms = scale * up.double()[row] * down.double()[:, column].T
     added = terms.sum(1)
     start = base[row, column].double()
-    wanted = start + added
-    off = (merged[row, column].double() - wanted).abs()
+    expected = start + added
+    error = (merged[row, column].double() - expected).abs()
     # Allowed: one rounding to the dtype of the weights, two of sums in fp32, and the roundings in
     # the product of the adapters.
-    allowed = _half_step(wanted, merged.dtype) + 2 * _half_step(wanted, torch.float32)
+    allowed = _half_step(expected, merged.dtype) + 2 * _half_step(expected, torch.float32)
     allowed += (len(down) + 2) * torch.finfo(torch.float32).eps * terms.abs().sum(1)
-    times = torch.nan_to_num(off / allowed, nan=float("inf"))
-    worst = int(times.argmax())
-    return float(times[worst]), float(off[worst] / added[worst].abs().clamp(min=1e-300))
+    ratios = torch.nan_to_num(error / allowed, nan=float("inf"))
+    worst = int(ratios.argmax())
+    return float(ratios[worst]), float(error[worst] / added[worst].abs().clamp(min=1e-300))
 
 
 def _half_step(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -171,7 +173,7 @@ def _half_step(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 _PROBE_TOKENS = 8
 """Number of tokens that a merge is checked with."""
-_MISSED = 0.2
+_MAX_SHARE = 0.2
 """Maximum distance between the hidden states of the merged model and of the model with adapters, as
 a share of the distance by which the adapters move them, for dtypes narrower than fp32. These round
 the weights of one model and the sums of the other. If the adapters of a layer are lost, the share
@@ -201,12 +203,12 @@ def check_weights(
             if isinstance(plain.get_submodule(name), nn.Linear)
             else (weight.T, before.T)
         )
-        times, share = worst_element(*pair, up, down, scale)
-        if times > 1:
+        ratio, share = find_worst_element(*pair, up, down, scale)
+        if ratio > 1:
             kind = str(weight.dtype).removeprefix("torch.")
             raise MergeDiffers(
                 f"the merged weights are not those of the model with its adapters: {name}.weight "
-                f"is {times:.3g} times "
+                f"is {ratio:.3g} times "
                 f"as far off as rounding to {kind} explains, by {share:.1%} of what its adapter "
                 f"adds there; what "
                 "generates would not be what trains"
@@ -214,12 +216,12 @@ def check_weights(
 
 
 @torch.no_grad()
-def check_merge(adapted: Any, plain: Any, off: Callable[[], Any]) -> None:
+def check_merge(adapted: Any, plain: Any, disable_adapters: Callable[[], Any]) -> None:
     """Raise MergeDiffers unless ``plain`` computes the same hidden states as ``adapted``, up to
     rounding. Without this check, an adapter missing from the merged weights would train without any
     effect on generation.
 
-    ``off`` returns a context manager that disables the adapters. Runs three forward passes over a
+    ``disable_adapters`` returns a context manager that disables the adapters. Runs three forward passes over a
     few tokens.
     """
     config = adapted.config.get_text_config()
@@ -227,35 +229,35 @@ def check_merge(adapted: Any, plain: Any, off: Callable[[], Any]) -> None:
     was_training = adapted.training
     adapted.eval()
     try:
-        wanted = _hidden(adapted, ids)
-        found = _hidden(plain, ids)
-        with off():
-            base = _hidden(adapted, ids)
+        expected = _compute_hidden(adapted, ids)
+        actual = _compute_hidden(plain, ids)
+        with disable_adapters():
+            base = _compute_hidden(adapted, ids)
     finally:
         adapted.train(was_training)
-    scale = wanted.norm().clamp(min=1e-6)
-    missed = float((found - wanted).norm() / scale)
-    moved = float((base - wanted).norm() / scale)
-    if not missed <= _rounding(adapted.dtype, int(config.num_hidden_layers), moved):
+    scale = expected.norm().clamp(min=1e-6)
+    distance = float((actual - expected).norm() / scale)
+    shift = float((base - expected).norm() / scale)
+    if not distance <= _max_distance(adapted.dtype, int(config.num_hidden_layers), shift):
         raise MergeDiffers(
             f"the merged weights are not those of the model with its adapters: hidden states are "
-            f"{missed:.1e} off, and "
-            f"the adapters move them by {moved:.1e}; what generates would not be what trains"
+            f"{distance:.1e} off, and "
+            f"the adapters move them by {shift:.1e}; what generates would not be what trains"
         )
 
 
-def _hidden(model: Any, ids: Tensor) -> Tensor:
+def _compute_hidden(model: Any, ids: Tensor) -> Tensor:
     """Return the last hidden states of the decoder, fp64 (1, tokens, width)."""
     return model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state.double()
 
 
-def _rounding(dtype: torch.dtype, layers: int, moved: float) -> float:
+def _max_distance(dtype: torch.dtype, layers: int, shift: float) -> float:
     """Return the maximum relative distance between the hidden states of two ways of computing the
-    same model, if its adapters move them by ``moved``."""
+    same model, if its adapters move them by ``shift``."""
     steps = max(1, layers) ** 0.5
     if dtype in (torch.float32, torch.float64):
         return _ROUNDINGS * torch.finfo(dtype).eps * steps
-    return max(_MISSED * moved, 4 * torch.finfo(dtype).eps * steps)
+    return max(_MAX_SHARE * shift, 4 * torch.finfo(dtype).eps * steps)
 
 
 ADAPTER = "adapter"
@@ -296,8 +298,8 @@ class LoraAdapters:
         head: bool = False,
     ) -> None:
         peft = _peft()
-        names = chosen_layers(model, options.targets, role, head=head)
-        base = {name: weight_of(model, name) for name in names}
+        names = select_layers(model, options.targets, role, head=head)
+        base = {name: get_weight(model, name) for name in names}
         shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
         plain = copy.deepcopy(model, shared).eval()  # copies of the modules over the same tensors
         if head and head_name(model) in names:
@@ -308,7 +310,7 @@ class LoraAdapters:
             r=options.rank,
             lora_alpha=int(options.alpha) if options.alpha == int(options.alpha) else options.alpha,
             lora_dropout=options.dropout,
-            target_modules=short_names(model, names),
+            target_modules=shorten_names(model, names),
             task_type="CAUSAL_LM",
             fan_in_fan_out=not all(
                 isinstance(model.get_submodule(name), nn.Linear) for name in names
@@ -322,12 +324,12 @@ class LoraAdapters:
         model.eval()
         self._layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
         for layer in self._layers.values():
-            layer.__class__ = _few_passes(type(layer))
-        self._stirred: list[tuple[str, Tensor, Tensor | None]] = []
+            layer.__class__ = _few_pass_class(type(layer))
+        self._disturbed: list[tuple[str, Tensor, Tensor | None]] = []
         self.skeleton = plain  # has merged weights only after ``merged()``
         self._base = base
-        self._held = False
-        self._prove_by_other_values()
+        self._has_merged = False
+        self._check_with_random_adapters()
 
     @property
     def names(self) -> frozenset[str]:
@@ -343,7 +345,7 @@ class LoraAdapters:
     # ---- passes
 
     @contextlib.contextmanager
-    def off(self) -> Iterator[None]:
+    def disabled(self) -> Iterator[None]:
         """Return a context manager that disables the adapters: the model computes as before
         training."""
         self._enable(False)
@@ -357,43 +359,44 @@ class LoraAdapters:
         for layer in self._layers.values():
             layer.enable_adapters(on)
 
-    def training(self, on: bool) -> None:
+    def set_training(self, on: bool) -> None:
         """Turn the dropout of the adapters' inputs on or off."""
         for layer in self._layers.values():
             layer.lora_dropout.train(on)
 
     # ---- merged weights
 
-    def merged(self) -> Any:
+    def merged_model(self) -> Any:
         """Return the plain model with merged weights, which are kept until ``changed``. Raises
         MergeDiffers if it does not compute the same as the model with its adapters."""
-        if not self._held:
+        if not self._has_merged:
             self._merge()
             try:
-                self._prove()
+                self._check_merged()
             except BaseException:
-                self.changed()  # never keep weights that failed the check
+                self.drop_merged()  # never keep weights that failed the check
                 raise
         return self.skeleton
 
-    def changed(self) -> None:
+    def drop_merged(self) -> None:
         """Drop the merged weights, because the adapters have changed or the memory is needed. Until
         the next merge the plain model has the base weights."""
-        if self._held:
+        if self._has_merged:
             for name, weight in self._base.items():
-                self._place(name, weight)
-        self._held = False
+                self._set_weight(name, weight)
+        self._has_merged = False
 
     def _merge(self) -> None:
         """Replace the weights of the plain model by merged ones, without a check."""
         for name, base in self._base.items():
             with torch.inference_mode(False):
-                self._place(
-                    name, nn.Parameter(self._merged(name).to(base.dtype), requires_grad=False)
+                self._set_weight(
+                    name,
+                    nn.Parameter(self._compute_merged(name).to(base.dtype), requires_grad=False),
                 )
-        self._held = True
+        self._has_merged = True
 
-    def _merged(self, name: str) -> Tensor:
+    def _compute_merged(self, name: str) -> Tensor:
         """Return the weight of one layer plus the product of its adapter, summed in fp32, in the
         layout of the layer's weight."""
         # A tensor created in inference mode could not be written to outside of it.
@@ -402,17 +405,17 @@ class LoraAdapters:
             delta = self._layers[name].get_delta_weight(_NAME)
             return base + delta if base.dtype == torch.float32 else base.float().add_(delta.float())
 
-    def _place(self, name: str, weight: nn.Parameter) -> None:
+    def _set_weight(self, name: str, weight: nn.Parameter) -> None:
         """Set the weight of one layer of the plain model."""
         self.skeleton.get_submodule(name)._parameters["weight"] = weight
 
-    def _prove(self) -> None:
+    def _check_merged(self) -> None:
         """Raise MergeDiffers unless the merged weights are correct."""
         with torch.inference_mode(False):
-            check_weights(self.skeleton, self._base, self._adapter)
-            check_merge(self._model, self.skeleton, self.off)
+            check_weights(self.skeleton, self._base, self._get_adapter)
+            check_merge(self._model, self.skeleton, self.disabled)
 
-    def _adapter(self, name: str) -> Adapter:
+    def _get_adapter(self, name: str) -> Adapter:
         """Return the trained tensors of a layer and their factor computed from the options,
         independently of the factor that peft uses."""
         layer = self._layers[name]
@@ -422,16 +425,16 @@ class LoraAdapters:
             self._options.lora_alpha / self._options.r,
         )
 
-    def _prove_by_other_values(self) -> None:
+    def _check_with_random_adapters(self) -> None:
         """Check a merge with random adapters, because adapters start at 0 and a check with those
         would prove nothing."""
         self._merge()
         self.disturb(self.names)
         try:
-            self._prove()
+            self._check_merged()
         finally:
             self.restore()
-            self.changed()
+            self.drop_merged()
 
     # ---- the self-test of weight updates
 
@@ -451,13 +454,17 @@ class LoraAdapters:
                 down.std().clamp(min=1e-6) * self._options.r**0.5 * layer.scaling[_NAME]
             )
             up.copy_(torch.randn(up.shape, generator=generator).to(up.device) * size)
-            merged = self._rewritten(layer_name, self._merged(layer_name)) if self._held else None
-            self._stirred.append((layer_name, before, merged))
+            merged = (
+                self._overwrite_merged(layer_name, self._compute_merged(layer_name))
+                if self._has_merged
+                else None
+            )
+            self._disturbed.append((layer_name, before, merged))
 
-    def _rewritten(self, name: str, new: Tensor) -> Tensor:
+    def _overwrite_merged(self, name: str, new: Tensor) -> Tensor:
         """Overwrite the merged weight of one layer in place; return a copy of the previous one."""
         with torch.inference_mode(False), torch.no_grad():
-            weight = weight_of(self.skeleton, name)
+            weight = get_weight(self.skeleton, name)
             before = weight.detach().clone()
             weight.copy_(new)
         return before
@@ -465,11 +472,11 @@ class LoraAdapters:
     @torch.no_grad()
     def restore(self) -> None:
         """Undo ``disturb``, exactly to the bit."""
-        while self._stirred:
-            name, before, merged = self._stirred.pop()
+        while self._disturbed:
+            name, before, merged = self._disturbed.pop()
             self._layers[name].lora_B[_NAME].weight.copy_(before)
-            if merged is not None and self._held:
-                self._rewritten(name, merged)
+            if merged is not None and self._has_merged:
+                self._overwrite_merged(name, merged)
 
     # ---- files
 
@@ -503,9 +510,9 @@ class LoraAdapters:
         except SafetensorError as error:
             raise ValueError(f"{folder / WEIGHTS} is no safetensors file: {error}") from None
         own = self.tensors()
-        if other := sorted(saved.keys() ^ own.keys()):
+        if differing := sorted(saved.keys() ^ own.keys()):
             raise ValueError(
-                f"adapters in {folder} are on other layers: {other[0]} and {len(other) - 1} more"
+                f"adapters in {folder} are on other layers: {differing[0]} and {len(differing) - 1} more"
             )
         for name, tensor in saved.items():
             if tensor.shape != own[name].shape:
@@ -516,34 +523,34 @@ class LoraAdapters:
         with torch.no_grad():
             for name, tensor in saved.items():
                 own[name].copy_(tensor)
-        self.changed()
+        self.drop_merged()
 
     def _check_options(self, folder: Path) -> None:
         """Raise ValueError if the saved options differ. Another rank would show in the shapes, but
         another alpha would only change the results."""
         try:
-            said = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            saved = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"{folder / CONFIG} does not say what the adapters are: {error}"
+                f"{folder / CONFIG} cannot be read as the options of adapters: {error}"
             ) from None
         own = self._options.to_dict()
         for name in _MUST_AGREE:
-            found = said.get(name)
-            wanted = own[name]
-            if isinstance(wanted, (set, list)):
-                found = sorted(found or ())
-                wanted = sorted(wanted)
-            if found != wanted:
+            saved_value = saved.get(name)
+            own_value = own[name]
+            if isinstance(own_value, (set, list)):
+                saved_value = sorted(saved_value or ())
+                own_value = sorted(own_value)
+            if saved_value != own_value:
                 raise ValueError(
-                    f"adapters in {folder} were trained with {name}={found}, here it is {wanted}: "
+                    f"adapters in {folder} were trained with {name}={saved_value}, here it is {own_value}: "
                     f"continue with the "
                     "same options actor.lora"
                 )
 
 
 @functools.cache
-def _few_passes(kind: Any) -> Any:
+def _few_pass_class(kind: Any) -> Any:
     """Return a subclass of ``kind``, a layer class of peft, whose forward pass uses
     ``lora_linear`` where that gives the same result: fp32 on a CPU, without hooks, active
     dropout or compilation."""
@@ -595,7 +602,7 @@ class BaseEngine:
         self, sample: SequenceSample, post_fn: PostFn, *, mb_spec: MicroBatchSpec
     ) -> Tensor:
         """See ``Engine.forward``."""
-        with self._adapters.off():
+        with self._adapters.disabled():
             return self._engine.forward(sample, post_fn, mb_spec=mb_spec)
 
     def logprobs(
@@ -604,7 +611,7 @@ class BaseEngine:
         """See ``Engine.logprobs``."""
         return logprobs_by(self, sample, temperature=temperature, mb_spec=mb_spec)
 
-    def _refuse(self, what: str, *_given: Any, **_named: Any) -> NoReturn:
+    def _refuse(self, what: str, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise RuntimeError(
             f"a model with its adapters off does not {what}: it is the frozen base of another role"
         )

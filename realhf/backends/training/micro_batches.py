@@ -21,9 +21,9 @@ from realhf.backends.training.sequence_packing import (
     Row,
     SequenceInputs,
     packed_batches,
-    plain_rows,
     row_batches,
     shared_rows,
+    single_rows,
     split_row,
 )
 
@@ -47,14 +47,14 @@ class Ranks:
     """Number of ranks."""
 
     @property
-    def in_step(self) -> bool:
+    def passes_are_collective(self) -> bool:
         """Whether forward and backward passes are collectives (sharded weights).
 
         A rank without rows left then has to take part in the passes of the other ranks.
         """
         return False
 
-    def own(self, costs: Sequence[int]) -> list[int]:
+    def select_rows(self, costs: Sequence[int]) -> list[int]:
         """Return the indices of the rows that this rank computes, given the positions of each row.
 
         Every row belongs to one rank; a rank may have none.
@@ -85,7 +85,7 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Part:
+class MicroBatch:
     """A micro-batch: one pass through the model."""
 
     sample: SequenceSample
@@ -98,7 +98,7 @@ class Part:
     """Whether the rows are concatenated without padding."""
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether there is nothing to compute."""
         return not self.rows
 
@@ -110,7 +110,7 @@ class Part:
         return len(self.rows) * max((row.length for row in self.rows), default=0)
 
 
-def parts_of(
+def split_micro_batches(
     sample: SequenceSample,
     spec: MicroBatchSpec,
     ranks: Ranks,
@@ -118,7 +118,7 @@ def parts_of(
     share: bool = False,
     packed: bool = False,
     row_tokens: int | None = ROW_TOKENS,
-) -> list[Part]:
+) -> list[MicroBatch]:
     """Return the micro-batches of this rank, the largest first; deterministic.
 
     A batch is split by sequence, also within a group: values that depend on groups or the whole
@@ -136,20 +136,26 @@ def parts_of(
         row_tokens: With ``share``, maximum positions of a row, or twice those of a longer sequence (up to
             ``BATCH_TOKENS``). None: only ``spec`` and the number of ranks bound a row.
     """
-    inputs = SequenceInputs.of(sample)
+    inputs = SequenceInputs.from_sample(sample)
     budget = spec.max_tokens_per_mb or BATCH_TOKENS
     max_row = min(row_tokens or budget, budget)
     longest = min(budget, BATCH_TOKENS)
     rows = _build_shared_rows(inputs, ranks.size, max_row, longest) if share else None
-    rows = plain_rows(inputs.scored, inputs.tokens) if rows is None else rows
+    rows = single_rows(inputs.scored, inputs.tokens) if rows is None else rows
     if ranks.size > 1:
-        rows = [rows[i] for i in sorted(ranks.own([row.length for row in rows]))]
-    idle = [i for i, asked in enumerate(inputs.asked) if not len(asked)] if ranks.rank == 0 else []
+        rows = [rows[i] for i in sorted(ranks.select_rows([row.length for row in rows]))]
+    unscored = (
+        [i for i, positions in enumerate(inputs.scored_positions) if not len(positions)]
+        if ranks.rank == 0
+        else []
+    )
     passes = _split_passes(rows, inputs, spec, packed)
-    if not passes and idle:
+    if not passes and unscored:
         passes = [[]]
     return [
-        replace(_build_part(sample, inputs, pass_rows, [] if number else idle), packed=packed)
+        replace(
+            _build_micro_batch(sample, inputs, pass_rows, [] if number else unscored), packed=packed
+        )
         for number, pass_rows in enumerate(passes)
     ]
 
@@ -177,9 +183,9 @@ def _split_passes(
     """Return rows of similar length in passes within the budget, the pass with the most positions
     first."""
     cap = spec.max_tokens_per_mb
-    if above := sum(row.length > cap for row in rows) if cap is not None else 0:
+    if n_longer := sum(row.length > cap for row in rows) if cap is not None else 0:
         _log.warning(
-            "%d sequences are longer than max_tokens_per_mb=%s: one micro-batch each", above, cap
+            "%d sequences are longer than max_tokens_per_mb=%s: one micro-batch each", n_longer, cap
         )
     if packed:
         passes = [
@@ -202,8 +208,8 @@ def _split_by_mask(rows: list[Row]) -> tuple[list[Row], list[Row]]:
 
     If the latter are too few for passes of their own, all rows are returned together.
     """
-    plain = [row for row in rows if row.plain]
-    shared = [row for row in rows if not row.plain]
+    plain = [row for row in rows if row.is_single]
+    shared = [row for row in rows if not row.is_single]
     if sum(row.length for row in plain) >= SMALL:
         return shared, plain
     return (rows, []) if shared else ([], rows)
@@ -211,7 +217,7 @@ def _split_by_mask(rows: list[Row]) -> tuple[list[Row], list[Row]]:
 
 def _is_divisible(pass_rows: Sequence[Row]) -> bool:
     """Return whether a pass has at least two sequences."""
-    return len(pass_rows) > 1 or not pass_rows[0].plain
+    return len(pass_rows) > 1 or not pass_rows[0].is_single
 
 
 def _halve_largest(passes: list[list[Row]], inputs: SequenceInputs) -> None:
@@ -226,19 +232,23 @@ def _halve_largest(passes: list[list[Row]], inputs: SequenceInputs) -> None:
         passes[largest : largest + 1] = [chosen[: len(chosen) // 2], chosen[len(chosen) // 2 :]]
 
 
-def _build_part(
-    sample: SequenceSample, inputs: SequenceInputs, rows: list[Row], idle: list[int]
-) -> Part:
-    """Return the micro-batch of these rows and of the ``idle`` sequences, which are not
+def _build_micro_batch(
+    sample: SequenceSample, inputs: SequenceInputs, rows: list[Row], unscored: list[int]
+) -> MicroBatch:
+    """Return the micro-batch of these rows and of the ``unscored`` sequences, which are not
     computed."""
     lengths = np.asarray(sample.lengths("packed_input_ids").values)
     keep = np.zeros(len(lengths), dtype=bool)
-    keep[[i for row in rows for i in row.members] + idle] = True
+    keep[[i for row in rows for i in row.members] + unscored] = True
     chosen = sample if keep.all() else choose_sequences(sample, keep)
     assert chosen is not None
     number = np.cumsum(keep) - 1
-    own = tuple(replace(row, members=tuple(int(number[i]) for i in row.members)) for row in rows)
-    return Part(chosen, torch.from_numpy(np.flatnonzero(np.repeat(keep, lengths - 1))), own)
+    kept_rows = tuple(
+        replace(row, members=tuple(int(number[i]) for i in row.members)) for row in rows
+    )
+    return MicroBatch(
+        chosen, torch.from_numpy(np.flatnonzero(np.repeat(keep, lengths - 1))), kept_rows
+    )
 
 
 class StepAccount:
@@ -259,7 +269,7 @@ class StepAccount:
         self.backward = False
 
     def add(
-        self, part: Part, loss: float, stats: Mapping[str, float], kept: Mapping[str, Tensor]
+        self, part: MicroBatch, loss: float, stats: Mapping[str, float], kept: Mapping[str, Tensor]
     ) -> None:
         """Add the results of one micro-batch."""
         self._loss += loss

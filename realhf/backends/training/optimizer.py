@@ -24,7 +24,7 @@ _ALIGNED = 256
 """Alignment of a moment in the slab, bytes."""
 _PORTABLE = 1
 """cudaHostRegisterPortable: the memory is pinned for all CUDA contexts."""
-_ROOMS = 2
+_N_BUFFERS = 2
 """Number of buffers on the device (double buffering)."""
 
 
@@ -48,9 +48,9 @@ class HostMemory:
                 f"that of the host"
             )
         self._device = device
-        self._lanes: _Lanes | None = None
+        self._streams: _CopyStreams | None = None
 
-    def slab(self, nbytes: int) -> Tensor:
+    def allocate(self, nbytes: int) -> Tensor:
         """Return pinned memory, u8 (nbytes,), zeros. Raises RuntimeError if the host cannot pin
         that much."""
         slab = torch.zeros(nbytes, dtype=torch.uint8)
@@ -68,40 +68,42 @@ class HostMemory:
         weakref.finalize(self, _unpin, slab).atexit = False
         return slab
 
-    def fetch(self, number: int, held: Tensor, room: Tensor) -> None:
-        """Copy a piece from host memory (``held``) to its buffer, after the previous piece there
+    def fetch(self, number: int, host: Tensor, buffer: Tensor) -> None:
+        """Copy a piece from host memory (``host``) to its buffer, after the previous piece there
         was stored."""
-        lanes = self._lanes = self._lanes or _Lanes.on(self._device)
-        stored = lanes.stored[number % _ROOMS]
-        if number < _ROOMS:  # The buffer was allocated, or last used, on the compute stream.
-            lanes.inward.wait_stream(torch.cuda.current_stream(self._device))
+        streams = self._streams = self._streams or _CopyStreams.create(self._device)
+        stored = streams.stored[number % _N_BUFFERS]
+        if number < _N_BUFFERS:  # The buffer was allocated, or last used, on the compute stream.
+            streams.inward.wait_stream(torch.cuda.current_stream(self._device))
         else:
-            lanes.inward.wait_event(stored)
-        with torch.cuda.stream(lanes.inward):
-            room.copy_(held, non_blocking=True)
-            lanes.fetched[number % _ROOMS].record()
+            streams.inward.wait_event(stored)
+        with torch.cuda.stream(streams.inward):
+            buffer.copy_(host, non_blocking=True)
+            streams.fetched[number % _N_BUFFERS].record()
 
-    def await_fetched(self, number: int) -> None:
+    def wait_for_piece(self, number: int) -> None:
         """Make later operations of the compute stream wait for the piece."""
-        assert self._lanes is not None, "a piece is fetched before it is awaited"
-        torch.cuda.current_stream(self._device).wait_event(self._lanes.fetched[number % _ROOMS])
+        assert self._streams is not None, "a piece is fetched before it is awaited"
+        torch.cuda.current_stream(self._device).wait_event(
+            self._streams.fetched[number % _N_BUFFERS]
+        )
 
-    def store(self, number: int, held: Tensor, room: Tensor) -> None:
+    def store(self, number: int, host: Tensor, buffer: Tensor) -> None:
         """Copy the piece back to host memory, after the operations on it are complete."""
-        assert self._lanes is not None, "a piece is fetched before it is stored"
-        self._lanes.outward.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._lanes.outward):
-            held.copy_(room, non_blocking=True)
-            self._lanes.stored[number % _ROOMS].record()
+        assert self._streams is not None, "a piece is fetched before it is stored"
+        self._streams.outward.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._streams.outward):
+            host.copy_(buffer, non_blocking=True)
+            self._streams.stored[number % _N_BUFFERS].record()
 
     def finish(self) -> None:
         """Wait on the host until all pieces are stored. Then the buffers may be freed."""
-        if self._lanes is not None:
-            self._lanes.inward.synchronize()
-            self._lanes.outward.synchronize()
+        if self._streams is not None:
+            self._streams.inward.synchronize()
+            self._streams.outward.synchronize()
 
 
-class _Lanes(NamedTuple):
+class _CopyStreams(NamedTuple):
     """CUDA streams and events of the copies."""
 
     inward: Any
@@ -114,10 +116,10 @@ class _Lanes(NamedTuple):
     """For each buffer, the event of its last copy to the host."""
 
     @staticmethod
-    def on(device: torch.device) -> _Lanes:
+    def create(device: torch.device) -> _CopyStreams:
         with torch.cuda.device(device):
-            fetched, stored = ([torch.cuda.Event() for _ in range(_ROOMS)] for _ in "io")
-            return _Lanes(torch.cuda.Stream(), torch.cuda.Stream(), fetched, stored)
+            fetched, stored = ([torch.cuda.Event() for _ in range(_N_BUFFERS)] for _ in "io")
+            return _CopyStreams(torch.cuda.Stream(), torch.cuda.Stream(), fetched, stored)
 
 
 def _unpin(slab: Tensor) -> None:
@@ -141,7 +143,7 @@ class _Piece:
         return self.stop - self.start
 
 
-class RestingMoments:
+class OffloadedMoments:
     """Optimizer step of torch.optim.AdamW with moments that are offloaded to the host between
     steps.
 
@@ -156,8 +158,8 @@ class RestingMoments:
         self._adamw = adamw
         self._memory = memory
         own = [parameter for group in adamw.param_groups for parameter in group["params"]]
-        self._places, self._pieces = _layout(own, piece_bytes)
-        self._slab = memory.slab(self._pieces[-1].stop)
+        self._offsets, self._pieces = _plan_slab(own, piece_bytes)
+        self._slab = memory.allocate(self._pieces[-1].stop)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -171,69 +173,71 @@ class RestingMoments:
         for parameter in gradients:
             parameter.grad = None
             if not self._adamw.state.get(parameter):
-                self.begin(parameter)
+                self.init_moments(parameter)
         pieces = [piece for piece in self._pieces if any(p in gradients for p in piece.parameters)]
-        rooms = self._rooms(pieces)
+        buffers = self._allocate_buffers(pieces)
         try:
             for number, piece in enumerate(pieces):
-                for coming in (0, 1) if number == 0 else (number + 1,):
-                    if coming < len(pieces):
+                for next_number in (0, 1) if number == 0 else (number + 1,):
+                    if next_number < len(pieces):
                         self._memory.fetch(
-                            coming, self._part(pieces[coming]), rooms[coming % _ROOMS]
+                            next_number,
+                            self._slice_slab(pieces[next_number]),
+                            buffers[next_number % _N_BUFFERS],
                         )
-                self._memory.await_fetched(number)
-                self._update(piece, rooms[number % _ROOMS], gradients)
-                self._memory.store(number, self._part(piece), rooms[number % _ROOMS])
+                self._memory.wait_for_piece(number)
+                self._update(piece, buffers[number % _N_BUFFERS], gradients)
+                self._memory.store(number, self._slice_slab(piece), buffers[number % _N_BUFFERS])
         finally:
             self._memory.finish()
 
-    def _update(self, piece: _Piece, room: Tensor, gradients: dict[Tensor, Tensor]) -> None:
-        wanting = [parameter for parameter in piece.parameters if parameter in gradients]
-        for parameter in wanting:
+    def _update(self, piece: _Piece, buffer: Tensor, gradients: dict[Tensor, Tensor]) -> None:
+        parameters = [parameter for parameter in piece.parameters if parameter in gradients]
+        for parameter in parameters:
             parameter.grad = gradients.pop(parameter)
-            self._adamw.state[parameter].update(self._moments(parameter, room, piece.start))
+            self._adamw.state[parameter].update(self._view_moments(parameter, buffer, piece.start))
         try:
             self._adamw.step()
         finally:
-            for parameter in wanting:
+            for parameter in parameters:
                 parameter.grad = None
-                self._adamw.state[parameter].update(self._moments(parameter, self._slab))
+                self._adamw.state[parameter].update(self._view_moments(parameter, self._slab))
 
-    def _rooms(self, pieces: Sequence[_Piece]) -> list[Tensor]:
+    def _allocate_buffers(self, pieces: Sequence[_Piece]) -> list[Tensor]:
         """Return the two buffers on the device, the second one empty if there is only one piece."""
         sizes = [
-            max((piece.nbytes for piece in pieces[room::_ROOMS]), default=0)
-            for room in range(_ROOMS)
+            max((piece.nbytes for piece in pieces[number::_N_BUFFERS]), default=0)
+            for number in range(_N_BUFFERS)
         ]
         device = pieces[0].parameters[0].device if pieces else None
         return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
     @torch.no_grad()
-    def begin(self, parameter: Tensor) -> None:
+    def init_moments(self, parameter: Tensor) -> None:
         """Initialise the moments of a parameter to 0, as the optimizer does in its first step."""
-        moments = self._moments(parameter, self._slab)
+        moments = self._view_moments(parameter, self._slab)
         for moment in moments.values():
             moment.zero_()
         self._adamw.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
-    def _part(self, piece: _Piece) -> Tensor:
+    def _slice_slab(self, piece: _Piece) -> Tensor:
         return self._slab[piece.start : piece.stop]
 
-    def _moments(self, parameter: Tensor, memory: Tensor, start: int = 0) -> dict[str, Tensor]:
+    def _view_moments(self, parameter: Tensor, memory: Tensor, start: int = 0) -> dict[str, Tensor]:
         """Return views of the moments of a parameter in ``memory``, which has the slab from byte
         ``start`` on."""
         nbytes = parameter.numel() * parameter.element_size()
-        found = {}
-        for name, place in zip(_MOMENTS, self._places[parameter], strict=True):
-            found[name] = (
+        moments = {}
+        for name, place in zip(_MOMENTS, self._offsets[parameter], strict=True):
+            moments[name] = (
                 memory[place - start : place - start + nbytes]
                 .view(parameter.dtype)
                 .view(parameter.shape)
             )
-        return found
+        return moments
 
 
-def _layout(
+def _plan_slab(
     parameters: Iterable[Tensor], piece_bytes: int
 ) -> tuple[dict[Tensor, tuple[int, int]], list[_Piece]]:
     """Return the first bytes of the two moments of each parameter in the slab, and the pieces of
@@ -241,7 +245,7 @@ def _layout(
 
     Raises ValueError without a parameter.
     """
-    places: dict[Tensor, tuple[int, int]] = {}
+    offsets: dict[Tensor, tuple[int, int]] = {}
     pieces: list[_Piece] = []
     piece: list[Tensor] = []
     start = end = 0
@@ -252,14 +256,14 @@ def _layout(
             piece = []
             start = end
         piece.append(parameter)
-        places[parameter] = end, end + nbytes
+        offsets[parameter] = end, end + nbytes
         end += 2 * nbytes
     if not piece:
         raise ValueError("optimizer.offload=true: nothing trains, so there are no moments")
-    return places, [*pieces, _Piece(piece, start, end)]
+    return offsets, [*pieces, _Piece(piece, start, end)]
 
 
-def learning_rate(config: OptimizerConfig, version: int, total_steps: int) -> float:
+def compute_learning_rate(config: OptimizerConfig, version: int, total_steps: int) -> float:
     """Return the learning rate of the train step that turns ``version`` into ``version + 1``.
 
     It warms up linearly over ``warmup_steps_proportion`` of ``total_steps``; the first step is not
@@ -298,7 +302,7 @@ class PolicyOptimizer:
                 f"optimizer: lr {config.lr} must be >= 0 and total steps {total_steps} >= 1"
             )
         self._config = config
-        self._total = total_steps
+        self._total_steps = total_steps
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._masters = [
             p if p.dtype == torch.float32 else nn.Parameter(p.detach().float().clone())
@@ -317,9 +321,9 @@ class PolicyOptimizer:
             eps=config.eps,
             fused=True,
         )
-        self._resting: RestingMoments | None = None
+        self._offloaded: OffloadedMoments | None = None
         if config.offload and self._masters:
-            self._resting = RestingMoments(
+            self._offloaded = OffloadedMoments(
                 self._adamw, memory or HostMemory(self._masters[0].device)
             )
 
@@ -337,7 +341,7 @@ class PolicyOptimizer:
     @property
     def offloads(self) -> bool:
         """Whether the moments are offloaded between steps."""
-        return self._resting is not None
+        return self._offloaded is not None
 
     def use(self, config: OptimizerConfig) -> None:
         """Use these options from now on, with the current moments. Raises ValueError if ``offload``
@@ -358,12 +362,12 @@ class PolicyOptimizer:
         for p in (*self._parameters, *self._masters):
             p.grad = None
 
-    def copied_gradients(self) -> list[Tensor | None]:
+    def copy_gradients(self) -> list[Tensor | None]:
         """Return a copy of the accumulated gradients, None for masters without one."""
         return [None if p.grad is None else p.grad.clone() for p in self._masters]
 
     def restore_gradients(self, copied: Sequence[Tensor | None]) -> None:
-        """Replace all gradients by those of ``copied_gradients``."""
+        """Replace all gradients by those of ``copy_gradients``."""
         self.zero_grad()
         for master, gradient in zip(self._masters, copied, strict=True):
             master.grad = gradient
@@ -395,7 +399,7 @@ class PolicyOptimizer:
     def step(self, version: int, norm: float) -> float:
         """Clip the gradients, whose finite norm is ``norm``, and update the parameters; return the
         learning rate."""
-        rate = learning_rate(self._config, version, self._total)
+        rate = compute_learning_rate(self._config, version, self._total_steps)
         limit = self._config.gradient_clipping
         scale = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
         for master in self._masters:
@@ -403,7 +407,7 @@ class PolicyOptimizer:
                 master.grad.mul_(scale)
         for group in self._adamw.param_groups:
             group["lr"] = rate
-        (self._resting or self._adamw).step()
+        (self._offloaded or self._adamw).step()
         self.publish()
         return rate
 
@@ -421,22 +425,22 @@ class PolicyOptimizer:
         These are the state of AdamW, ``exp_avg/NAME`` and so on, and ``master/NAME`` for separate
         master weights. ``names`` are the names of the parameters.
         """
-        found: dict[str, Tensor] = {}
+        named: dict[str, Tensor] = {}
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             if master is not parameter:
-                found[f"master/{names[parameter]}"] = master.detach()
+                named[f"master/{names[parameter]}"] = master.detach()
             for kind, value in self._adamw.state.get(master, {}).items():
-                found[f"{kind}/{names[parameter]}"] = value
-        return found
+                named[f"{kind}/{names[parameter]}"] = value
+        return named
 
-    def begin_moments(self, of: Collection[nn.Parameter]) -> None:
+    def reset_moments(self, parameters_: Collection[nn.Parameter]) -> None:
         """Reset the moments: 0 for these parameters, none for others. ``tensors`` then includes
         them for loading."""
         self._adamw.state.clear()
         for parameter, master in zip(self._parameters, self._masters, strict=True):
-            if parameter in of and self._resting is not None:
-                self._resting.begin(master)
-            elif parameter in of:
+            if parameter in parameters_ and self._offloaded is not None:
+                self._offloaded.init_moments(master)
+            elif parameter in parameters_:
                 self._adamw.state[master] = {
                     "step": torch.zeros((), device=master.device),
                     "exp_avg": torch.zeros_like(master, requires_grad=False),

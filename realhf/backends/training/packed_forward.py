@@ -24,19 +24,19 @@ from torch.nn import functional
 from realhf.api.sample import SequenceSample
 from realhf.backends.embedded.attention import count_sliding_layers, sliding_window, use_attention
 from realhf.backends.embedded.memory import head_sizes
-from realhf.backends.training.lora import side_product
-from realhf.backends.training.selected_logprobs import bent, selected_logprobs
+from realhf.backends.training.lora import compute_adapter_factors
+from realhf.backends.training.selected_logprobs import scale_and_cap, selected_logprobs
 from realhf.backends.training.sequence_packing import (
     BATCH_TOKENS,
     ROW_TOKENS,
     Row,
     RowPass,
     SequenceInputs,
-    masks,
-    packed_pass,
-    plain_rows,
-    row_pass,
+    build_masks,
+    build_packed_pass,
+    build_padded_pass,
     shared_rows,
+    single_rows,
 )
 from realhf.backends.training.tree_attention import ROW_TREE
 from realhf.backends.training.varlen_attention import (
@@ -44,9 +44,9 @@ from realhf.backends.training.varlen_attention import (
     PACKED_ROWS,
     Kernel,
     can_pack,
-    kernel_for,
-    noting_windows,
-    pack,
+    find_kernel,
+    record_windows,
+    use_packed_attention,
 )
 
 
@@ -71,9 +71,9 @@ class Heads:
     language: Callable[[], Tensor] | None = None
     """Return the weight (vocabulary, width) of a language-model head that is a linear
     projection."""
-    side: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None
+    adapter: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None
     """Return the factors of the product that the head's adapter adds for given hidden states, None
-    while adapters are off (see ``lora.side_product``). None without an adapter."""
+    while adapters are off (see ``lora.compute_adapter_factors``). None without an adapter."""
     bias: Callable[[], Tensor] | None = None
     """Return the bias (vocabulary,) of the language-model head. None without a bias."""
     factor: float = 1.0
@@ -113,13 +113,13 @@ class PackedOutputs:
                 "log-probabilities"
             )
         rows = self._rows
-        found = (
+        scores = (
             (None, None)
             if rows is None
             else self._score(rows, rows.target[:, None], temperature, with_entropy)
         )
-        logprobs = self._spread(None if found[0] is None else found[0][:, 0])
-        return logprobs, self._spread(found[1]) if with_entropy else None
+        logprobs = self._spread(None if scores[0] is None else scores[0][:, 0])
+        return logprobs, self._spread(scores[1]) if with_entropy else None
 
     def logprobs_of(self, tokens: Tensor) -> Tensor:
         """See ``ForwardOutputs``."""
@@ -156,23 +156,26 @@ class PackedOutputs:
     @property
     def place(self) -> Tensor:
         """See ``ForwardOutputs``."""
-        return self._nowhere() if self._rows is None else self._rows.place
+        return self._no_positions() if self._rows is None else self._rows.place
 
     @property
     def target(self) -> Tensor:
         """See ``ForwardOutputs``."""
-        return self._nowhere() if self._rows is None else self._rows.target
+        return self._no_positions() if self._rows is None else self._rows.target
 
     @property
     def head(self) -> Tensor | None:
         """See ``ForwardOutputs``."""
         heads = self._heads
         plain = (
-            heads.side is None and heads.bias is None and heads.factor == 1.0 and heads.cap is None
+            heads.adapter is None
+            and heads.bias is None
+            and heads.factor == 1.0
+            and heads.cap is None
         )
         return heads.language() if heads.language is not None and plain else None
 
-    def _nowhere(self) -> Tensor:
+    def _no_positions(self) -> Tensor:
         """Return an empty int64 tensor: there are no scored positions."""
         return torch.zeros(0, dtype=torch.int64, device=self._device)
 
@@ -191,10 +194,10 @@ class PackedOutputs:
         (hidden, logits) = (rows.hidden, rows.logits)
         if heads.language is not None and logits is None:
             bias = None if heads.bias is None else heads.bias()
-            side = None if heads.side is None else heads.side(hidden)
+            adapter = None if heads.adapter is None else heads.adapter(hidden)
             shape: dict[str, Any] = {
                 "bias": bias,
-                "side": side,
+                "adapter": adapter,
                 "factor": heads.factor,
                 "cap": heads.cap,
             }
@@ -209,19 +212,23 @@ class PackedOutputs:
         )
 
 
-_LONGEST = 512
+_MAX_PROBED_WINDOW = 512
 """Maximum size, in columns, of a model-specific window that the test covers; the row of the test is
 slightly longer."""
-_OURS = "sliding_window"
+_SLIDING_WINDOW = "sliding_window"
 """Option of the one kind of window that the attention masks implement."""
 
 
-def own_windows(config: Any) -> list[int]:
+def list_model_windows(config: Any) -> list[int]:
     """Return the values of a model's options that may be windows or chunks in tokens, except the
     sliding window, which the attention masks implement."""
     options = config.get_text_config().to_dict()
     named = {name: value for name, value in options.items() if "window" in name or "chunk" in name}
-    named = {name: value for name, value in named.items() if name != _OURS and "layers" not in name}
+    named = {
+        name: value
+        for name, value in named.items()
+        if name != _SLIDING_WINDOW and "layers" not in name
+    }
     return sorted(value for value in named.values() if type(value) is int and value > 0)
 
 
@@ -231,8 +238,8 @@ def probe(config: Any) -> SequenceInputs | None:
     In one row of all of them, positions within one sequence lie further apart in columns than every
     model-specific window, but not in tokens. Returns None if that would need too long a row.
     """
-    widest = max(own_windows(config), default=0)
-    if widest > _LONGEST:
+    widest = max(list_model_windows(config), default=0)
+    if widest > _MAX_PROBED_WINDOW:
         return None
     vocabulary = int(config.get_text_config().vocab_size)
     draw = np.random.default_rng(0)
@@ -243,29 +250,34 @@ def probe(config: Any) -> SequenceInputs | None:
     tokens += [np.concatenate([stem, tail]) for tail in tails[2:]]
     for _ in range(0, widest, 16):
         tokens.append(np.concatenate([stem, draw.integers(0, vocabulary, 18)]))
-    asked = [np.arange(len(sequence)) for sequence in tokens]
+    scored_positions = [np.arange(len(sequence)) for sequence in tokens]
     ends = np.cumsum([len(sequence) for sequence in tokens])
-    place = [end - len(own) + own for end, own in zip(ends, asked, strict=True)]
-    return SequenceInputs(tokens, asked, tokens, place, int(ends[-1]))
+    place = [
+        end - len(positions) + positions
+        for end, positions in zip(ends, scored_positions, strict=True)
+    ]
+    return SequenceInputs(tokens, scored_positions, tokens, place, int(ends[-1]))
 
 
-def strayed(found: Tensor, expected: Tensor) -> float:
+def max_deviation(hidden: Tensor, expected: Tensor) -> float:
     """Return the largest distance between hidden states (n, width) and the expected ones, relative
     to the norm of the expected one at that position."""
-    far = (found - expected).float().norm(dim=-1) / expected.float().norm(dim=-1).clamp(min=1e-6)
-    return float(far.max())
+    distance = (hidden - expected).float().norm(dim=-1) / expected.float().norm(dim=-1).clamp(
+        min=1e-6
+    )
+    return float(distance.max())
 
 
-def tolerance(dtype: torch.dtype, own: float) -> float:
-    """Return the maximum error of shared rows. ``own`` is the error of the same model, of
+def max_layout_error(dtype: torch.dtype, rounding: float) -> float:
+    """Return the maximum error of shared rows. ``rounding`` is the error of the same model, of
     ``dtype``, if only the composition of a batch changes."""
-    return min(0.1, max(1e-3, 2 * torch.finfo(dtype).eps, 4 * own))
+    return min(0.1, max(1e-3, 2 * torch.finfo(dtype).eps, 4 * rounding))
 
 
-_AGAIN = 5
+_N_REPEATED = 5
 """Number of rows that are computed a second time, each alone, to measure the rounding of the
 model."""
-_UNFIT = (
+_UNSUPPORTED_ERRORS = (
     AttributeError,
     IndexError,
     KeyError,
@@ -299,10 +311,10 @@ class PackedForward:
     ) -> None:
         self.model = model
         self.pace = pace
-        self.heads = heads_of(model)
-        self._kernel = self._proven_kernel()
-        self.packs = self._kernel is not None or (pieces and self._follows_trees())
-        self.shares = self.packs or self._follows_masks()
+        self.heads = find_heads(model)
+        self._kernel = self._find_tested_kernel()
+        self.packs = self._kernel is not None or (pieces and self._supports_trees())
+        self.shares = self.packs or self._supports_masks()
         # The size of a mask may grow with the square of a row; kernels without masks have no limit.
         self.row_tokens = (
             None if self._kernel is not None else BATCH_TOKENS if self.packs else ROW_TOKENS
@@ -315,60 +327,67 @@ class PackedForward:
         ``rows`` are computed in one forward pass; by default every sequence is a row. Raises
         ValueError for an empty sequence.
         """
-        inputs = SequenceInputs.of(sample)
-        chosen = plain_rows(inputs.scored, inputs.tokens) if rows is None else rows
+        inputs = SequenceInputs.from_sample(sample)
+        chosen_rows = single_rows(inputs.scored, inputs.tokens) if rows is None else rows
         self.pace()
-        if not chosen:
-            found = None
+        if not chosen_rows:
+            scored_rows = None
         elif self.packs:
-            found = self._scored(packed_pass(chosen, inputs, self._kernel))
+            scored_rows = self._run_layout(build_packed_pass(chosen_rows, inputs, self._kernel))
         else:
-            found = self._scored(row_pass(chosen, inputs))
-        return PackedOutputs(found, inputs.size, self.heads, self.model.device)
+            scored_rows = self._run_layout(build_padded_pass(chosen_rows, inputs))
+        return PackedOutputs(scored_rows, inputs.size, self.heads, self.model.device)
 
-    def nothing(self) -> Tensor:
+    def run_zero_pass(self) -> Tensor:
         """Run one token through the decoder; return a scalar 0 whose autograd graph contains every
         weight."""
         decoder = self.model.get_decoder()
         tokens = torch.full(
-            (1, 1), _no_padding(decoder), dtype=torch.int64, device=self.model.device
+            (1, 1), _non_padding_token(decoder), dtype=torch.int64, device=self.model.device
         )
-        nothing = 0.0 * decoder(input_ids=tokens, use_cache=False).last_hidden_state.sum()
+        zero = 0.0 * decoder(input_ids=tokens, use_cache=False).last_hidden_state.sum()
         language = None if self.heads.value is not None else self.model.get_output_embeddings()
         for head in (language, self.heads.value):
             for weight in () if head is None else head.parameters():
-                nothing = nothing + 0.0 * weight.sum()
-        return nothing
+                zero = zero + 0.0 * weight.sum()
+        return zero
 
-    def _scored(self, chosen: RowPass) -> ScoredRows:
+    def _run_layout(self, inputs: RowPass) -> ScoredRows:
         """Run the model on one pass with the attention that its layout needs."""
         device = self.model.device
-        given: dict[str, Any] = {"input_ids": chosen.tokens.to(device), "use_cache": False}
-        if chosen.seen is not None:
-            depth = given["position_ids"] = chosen.depth.to(device)
-            given["attention_mask"] = masks(
-                self.model.config, chosen.seen.to(device), depth, self._dtype
+        arguments: dict[str, Any] = {"input_ids": inputs.tokens.to(device), "use_cache": False}
+        if inputs.visible is not None:
+            depth = arguments["position_ids"] = inputs.depth.to(device)
+            arguments["attention_mask"] = build_masks(
+                self.model.config, inputs.visible.to(device), depth, self._dtype
             )
-        if chosen.packed is not None:
-            given["position_ids"], given[LAYOUT] = chosen.depth.to(device), chosen.packed.to(device)
+        if inputs.packed is not None:
+            arguments["position_ids"], arguments[LAYOUT] = (
+                inputs.depth.to(device),
+                inputs.packed.to(device),
+            )
             # Models build no mask if they get one; attention over packed rows ignores it.
             one = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
-            given["attention_mask"] = masks(self.model.config, one, one[0].long(), self._dtype)
-        if chosen.trees is None:
-            return self._read(given, chosen)
+            arguments["attention_mask"] = build_masks(
+                self.model.config, one, one[0].long(), self._dtype
+            )
+        if inputs.trees is None:
+            return self._run_model(arguments, inputs)
         with use_attention(self.model.config, ROW_TREE):
-            given |= {"position_ids": chosen.depth.to(device), "row_trees": chosen.trees}
-            return self._read(given, chosen)
+            arguments |= {"position_ids": inputs.depth.to(device), "row_trees": inputs.trees}
+            return self._run_model(arguments, inputs)
 
-    def _read(self, given: dict[str, Any], chosen: RowPass) -> ScoredRows:
+    def _run_model(self, arguments: dict[str, Any], inputs: RowPass) -> ScoredRows:
         """Run the model, and return the hidden states of the scored positions."""
         device = self.model.device
-        column, target, place = (t.to(device) for t in (chosen.column, chosen.target, chosen.place))
+        column, target, place = (t.to(device) for t in (inputs.column, inputs.target, inputs.place))
         if self.heads.value is None and self.heads.language is None:
-            hidden, logits = _through_the_whole_model(self.model, given, column)
+            hidden, logits = _run_whole_model(self.model, arguments, column)
             return ScoredRows(hidden, target, place, logits)
         return ScoredRows(
-            _at(self.model.get_decoder()(**given).last_hidden_state, column), target, place
+            _select_columns(self.model.get_decoder()(**arguments).last_hidden_state, column),
+            target,
+            place,
         )
 
     @property
@@ -376,44 +395,50 @@ class PackedForward:
         """Dtype of the model's weights."""
         return next(self.model.parameters()).dtype
 
-    def _proven_kernel(self) -> Kernel | None:
+    def _find_tested_kernel(self) -> Kernel | None:
         """Return the device's kernel for packed rows if the model passes the test with it;
         otherwise log why rows are padded, except where that is usual."""
-        kernel, reason = kernel_for(self.model.device, self._dtype, head_sizes(self.model.config))
+        kernel, reason = find_kernel(self.model.device, self._dtype, head_sizes(self.model.config))
         if kernel is not None:
             if not can_pack(self.model):
                 reason = "the model's attention has no fused kernel"
             else:
                 windows: list[int | None] = []
-                noting = noting_windows(kernel, windows)
+                recording_kernel = record_windows(kernel, windows)
                 with use_attention(self.model.get_decoder().config, PACKED_ROWS):
-                    reason = self._strays(lambda rows, inputs: packed_pass(rows, inputs, noting))
-                reason = reason or _missed_window(self.model.config, windows)
+                    reason = self._find_layout_problem(
+                        lambda rows, inputs: build_packed_pass(rows, inputs, recording_kernel)
+                    )
+                reason = reason or _find_window_problem(self.model.config, windows)
                 if not reason:
-                    pack(self.model)
+                    use_packed_attention(self.model)
                     return kernel
         if reason:
             _log.warning("rows of a pass are padded to one length: %s", reason)
         return None
 
-    def _follows_trees(self) -> bool:
+    def _supports_trees(self) -> bool:
         """Return whether the model supports attention over pieces. If not, rows are padded, and may
         have masks."""
         if self.model.device.type != "cpu" or sliding_window(self.model.config) is not None:
             return False
-        return not self._strays(lambda rows, inputs: packed_pass(rows, inputs, None))
+        return not self._find_layout_problem(
+            lambda rows, inputs: build_packed_pass(rows, inputs, None)
+        )
 
-    def _follows_masks(self) -> bool:
+    def _supports_masks(self) -> bool:
         """Return whether the model follows the masks of shared rows; log a warning if not."""
-        reason = self._strays(row_pass)
+        reason = self._find_layout_problem(build_padded_pass)
         if reason:
             _log.warning("prefixes are computed for each sequence: %s", reason)
         return not reason
 
     @torch.no_grad()
-    def _strays(self, laid_out: Callable[[Sequence[Row], SequenceInputs], RowPass]) -> str:
+    def _find_layout_problem(
+        self, build_pass: Callable[[Sequence[Row], SequenceInputs], RowPass]
+    ) -> str:
         """Compare hidden states of sequences with common prefixes, in rows laid out by
-        ``laid_out``, with those of the same sequences in separate padded rows. They differ if a
+        ``build_pass``, with those of the same sequences in separate padded rows. They differ if a
         model has positions, masks or states that depend on the order of columns.
 
         Return the reason why the layout cannot be used, or "" if it can.
@@ -422,33 +447,36 @@ class PackedForward:
         if inputs is None:
             return "the model has a window of its own, too wide to try"
         rows = shared_rows(inputs.scored, inputs.tokens)
-        alone = plain_rows(rows[0].members, inputs.tokens)
+        separate_rows = single_rows(rows[0].members, inputs.tokens)
         was_training = self.model.training
         self.model.eval()
         try:
-            together = self._scored(laid_out(rows, inputs)).hidden
-            apart = self._scored(row_pass(alone, inputs)).hidden
-            again = torch.cat(
-                [self._scored(row_pass([row], inputs)).hidden for row in alone[:_AGAIN]]
+            shared_states = self._run_layout(build_pass(rows, inputs)).hidden
+            separate_states = self._run_layout(build_padded_pass(separate_rows, inputs)).hidden
+            repeated_states = torch.cat(
+                [
+                    self._run_layout(build_padded_pass([row], inputs)).hidden
+                    for row in separate_rows[:_N_REPEATED]
+                ]
             )
-        except _UNFIT as error:
+        except _UNSUPPORTED_ERRORS as error:
             return f"the model takes no layout of rows ({error})"
         finally:
             self.model.train(was_training)
-        off = strayed(together, apart)
-        own = strayed(again, apart[: len(again)])
-        if len(rows) == 1 and off <= tolerance(self._dtype, own):
+        deviation = max_deviation(shared_states, separate_states)
+        rounding = max_deviation(repeated_states, separate_states[: len(repeated_states)])
+        if len(rows) == 1 and deviation <= max_layout_error(self._dtype, rounding):
             return ""
-        return f"in shared rows hidden states are {off:.1e} off"
+        return f"in shared rows hidden states are {deviation:.1e} off"
 
 
-def _no_padding(decoder: Any) -> int:
+def _non_padding_token(decoder: Any) -> int:
     """Return a token other than the padding token: some models have no gradient at its zero
     embedding."""
     return 1 if getattr(decoder.get_input_embeddings(), "padding_idx", None) == 0 else 0
 
 
-def _missed_window(config: Any, windows: Sequence[int | None]) -> str:
+def _find_window_problem(config: Any, windows: Sequence[int | None]) -> str:
     """Return an error text if the windows that the layers passed to their attention are not those
     of the configuration, or "". Some models apply the window only in the mask, which packed rows do
     not have, and test sequences are shorter than most windows."""
@@ -459,13 +487,13 @@ def _missed_window(config: Any, windows: Sequence[int | None]) -> str:
     return f"its layers do not give their attention the sliding window of {window} tokens"
 
 
-_WIDE = 100.0
+_PROBE_LOGIT = 100.0
 """Largest logit that a head is tested with, large enough that soft caps of usual size take
 effect."""
 
 
 @torch.no_grad()
-def heads_of(model: Any) -> Heads:
+def find_heads(model: Any) -> Heads:
     """Return the head of ``model``: its value head, or the language-model head that its
     configuration describes, if that gives the same logits as the model, both small and large ones.
     Otherwise return ``Heads()``."""
@@ -481,56 +509,58 @@ def heads_of(model: Any) -> Heads:
     factor = float(getattr(config, "logit_scale", None) or 1.0) / float(
         getattr(config, "logits_scaling", None) or 1.0
     )
-    given: list[Tensor] = []
+    hidden_states: list[Tensor] = []
 
     def widen(_module: Any, _args: Any, output: Any) -> Any:
         hidden = output.last_hidden_state
-        wide = hidden * (_WIDE / layer(hidden).float().abs().max().clamp(min=1e-6)).to(hidden.dtype)
-        given.extend((hidden, wide))
-        output.last_hidden_state = torch.cat(given)
+        wide = hidden * (_PROBE_LOGIT / layer(hidden).float().abs().max().clamp(min=1e-6)).to(
+            hidden.dtype
+        )
+        hidden_states.extend((hidden, wide))
+        output.last_hidden_state = torch.cat(hidden_states)
         return output
 
     tokens = torch.tensor([[0, 1]], device=model.device)
     handle = model.get_decoder().register_forward_hook(widen)
     try:
-        found = model(input_ids=tokens, use_cache=False).logits.float()
-        expected = bent(layer(torch.cat(given)).float(), factor, cap)
+        logits = model(input_ids=tokens, use_cache=False).logits.float()
+        expected = scale_and_cap(layer(torch.cat(hidden_states)).float(), factor, cap)
     except (AttributeError, TypeError, RuntimeError):
         return Heads()
     finally:
         handle.remove()
-    off = (found - expected).abs().amax((1, 2)) / expected.abs().amax((1, 2)).clamp(min=1e-6)
-    if not float(off.max()) <= max(1e-4, 2 * torch.finfo(model.dtype).eps):
+    deviation = (logits - expected).abs().amax((1, 2)) / expected.abs().amax((1, 2)).clamp(min=1e-6)
+    if not float(deviation.max()) <= max(1e-4, 2 * torch.finfo(model.dtype).eps):
         return Heads()
     # Look the layer up at each call: its parameters are replaced when they are sharded over ranks.
     head: Callable[[], Any] = model.get_output_embeddings
     bias = None if plain.bias is None else lambda: head().bias
-    side = None if plain is layer else lambda hidden: side_product(head(), hidden)
-    return Heads(lambda: head().weight, side, bias, factor, cap)
+    adapter = None if plain is layer else lambda hidden: compute_adapter_factors(head(), hidden)
+    return Heads(lambda: head().weight, adapter, bias, factor, cap)
 
 
-def _at(hidden: Tensor, column: Tensor) -> Tensor:
+def _select_columns(hidden: Tensor, column: Tensor) -> Tensor:
     """Return the hidden states at these columns of all rows one after another, (m, width)."""
     # The gradient of index_select sums the rows of a repeated column in a fixed order; that of
     # indexing does not if there are several threads.
     return hidden.flatten(0, 1).index_select(0, column)
 
 
-def _through_the_whole_model(
-    model: Any, given: dict[str, Any], column: Tensor
+def _run_whole_model(
+    model: Any, arguments: dict[str, Any], column: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return hidden states and logits at these columns, by running the whole model, whose head is
     unknown. The head gets only these positions."""
-    kept: list[Tensor] = []
+    selected: list[Tensor] = []
 
     def keep(_module: Any, _args: Any, output: Any) -> Any:
-        kept.append(_at(output.last_hidden_state, column))
-        output.last_hidden_state = kept[0][None]
+        selected.append(_select_columns(output.last_hidden_state, column))
+        output.last_hidden_state = selected[0][None]
         return output
 
     handle = model.get_decoder().register_forward_hook(keep)
     try:
-        logits = model(**given).logits[0]
+        logits = model(**arguments).logits[0]
     finally:
         handle.remove()
-    return kept[0], logits
+    return selected[0], logits

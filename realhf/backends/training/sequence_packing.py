@@ -31,7 +31,7 @@ class SequenceInputs:
 
     tokens: list[np.ndarray]
     """Input tokens, up to the last one that a scored prediction depends on, int64."""
-    asked: list[np.ndarray]
+    scored_positions: list[np.ndarray]
     """Positions in ``tokens`` whose prediction is scored, int64."""
     target: list[np.ndarray]
     """Token that each of these positions predicts, int64."""
@@ -43,10 +43,10 @@ class SequenceInputs:
     @property
     def scored(self) -> list[int]:
         """Indices of the sequences with at least one scored prediction."""
-        return [i for i, asked in enumerate(self.asked) if len(asked)]
+        return [i for i, positions in enumerate(self.scored_positions) if len(positions)]
 
     @staticmethod
-    def of(sample: SequenceSample) -> SequenceInputs:
+    def from_sample(sample: SequenceSample) -> SequenceInputs:
         """Return the inputs of a batch; ``loss_mask`` selects the scored predictions, by default
         all.
 
@@ -56,24 +56,26 @@ class SequenceInputs:
         if (lengths < 1).any():
             raise ValueError("packed_input_ids has an empty sequence")
         ids = sample["packed_input_ids"].cpu().numpy()
-        wanted = (
+        mask = (
             sample["loss_mask"].cpu().numpy().astype(bool) if "loss_mask" in sample.keys else None
         )
-        found = SequenceInputs([], [], [], [], int((lengths - 1).sum()))
+        inputs = SequenceInputs([], [], [], [], int((lengths - 1).sum()))
         start = output = 0
         for length in lengths.tolist():
-            asked = (
+            positions = (
                 np.arange(length - 1)
-                if wanted is None
-                else np.flatnonzero(wanted[start + 1 : start + length])
+                if mask is None
+                else np.flatnonzero(mask[start + 1 : start + length])
             )
-            found.tokens.append(ids[start : start + (int(asked[-1]) + 1 if len(asked) else 0)])
-            found.asked.append(asked)
-            found.target.append(ids[start + 1 + asked])
-            found.place.append(output + asked)
+            inputs.tokens.append(
+                ids[start : start + (int(positions[-1]) + 1 if len(positions) else 0)]
+            )
+            inputs.scored_positions.append(positions)
+            inputs.target.append(ids[start + 1 + positions])
+            inputs.place.append(output + positions)
             start = start + length
             output = output + length - 1
-        return found
+        return inputs
 
 
 ROW_TOKENS = 768
@@ -93,19 +95,22 @@ class Row:
     """Number of positions of the row."""
 
     @property
-    def plain(self) -> bool:
+    def is_single(self) -> bool:
         """Whether the row is a single sequence, which needs no mask."""
         return len(self.members) == 1
 
 
-def plain_rows(members: Sequence[int], inputs: Sequence[np.ndarray]) -> list[Row]:
+def single_rows(members: Sequence[int], inputs: Sequence[np.ndarray]) -> list[Row]:
     """Return a row for each of the sequences ``members``; ``inputs`` are the input tokens of all
     sequences."""
     return [Row((i,), (0,), len(inputs[i])) for i in members]
 
 
 def shared_rows(
-    members: Sequence[int], inputs: Sequence[np.ndarray], most: int = ROW_TOKENS, longest: int = 0
+    members: Sequence[int],
+    inputs: Sequence[np.ndarray],
+    max_tokens: int = ROW_TOKENS,
+    longest: int = 0,
 ) -> list[Row]:
     """Return the sequences ``members`` in rows that compute common prefixes once.
 
@@ -115,9 +120,9 @@ def shared_rows(
     Args:
         members: Indices of the sequences.
         inputs: Input tokens of all sequences.
-        most: Maximum number of positions of a row with several sequences.
+        max_tokens: Maximum number of positions of a row with several sequences.
         longest: Up to this number, a row may also have twice the positions of its first sequence.
-            Otherwise a prefix of about ``most`` tokens would be computed for each sequence.
+            Otherwise a prefix of about ``max_tokens`` tokens would be computed for each sequence.
     """
     order = sorted(members, key=lambda i: (inputs[i].astype(">u4").tobytes(), i))
     rows: list[Row] = []
@@ -126,7 +131,7 @@ def shared_rows(
     length = 0
     for i in order:
         common = common_prefix(inputs[current[-1]], inputs[i]) if current else 0
-        room = max(most, min(longest, 2 * len(inputs[current[0]]))) if current else 0
+        room = max(max_tokens, min(longest, 2 * len(inputs[current[0]]))) if current else 0
         if common and length + len(inputs[i]) - common <= room:
             current.append(i)
             shared.append(common)
@@ -178,28 +183,28 @@ class RowLayout:
     """For each sequence, the columns of its tokens, int64."""
 
 
-def layout(row: Row, inputs: Sequence[np.ndarray]) -> RowLayout:
+def build_row_layout(row: Row, inputs: Sequence[np.ndarray]) -> RowLayout:
     """Return the layout of the columns of a row."""
     tokens = np.empty(row.length, dtype=np.int64)
     depth = np.empty(row.length, dtype=np.int64)
     columns: list[np.ndarray] = []
-    at = 0
+    first = 0
     for i, shared in zip(row.members, row.shared, strict=True):
-        own = np.arange(at, at + len(inputs[i]) - shared)
+        own = np.arange(first, first + len(inputs[i]) - shared)
         columns.append(np.concatenate([columns[-1][:shared] if columns else own[:0], own]))
         tokens[own], depth[own] = inputs[i][shared:], np.arange(shared, len(inputs[i]))
-        at += len(own)
+        first += len(own)
     return RowLayout(tokens, depth, tuple(columns))
 
 
-def visible(row: Row, lay: RowLayout, width: int) -> np.ndarray:
+def build_visibility(row: Row, row_layout: RowLayout, width: int) -> np.ndarray:
     """Return bool (width, width), indexed [query column, key column]: whether the query sees the
     key. A padding column sees itself, because a softmax over nothing is NaN."""
-    seen = np.eye(width, dtype=bool)
-    for shared, path in zip(row.shared, lay.columns, strict=True):
+    visible = np.eye(width, dtype=bool)
+    for shared, path in zip(row.shared, row_layout.columns, strict=True):
         for_new = np.tril(np.ones((len(path) - shared, len(path)), dtype=bool), shared)
-        seen[np.ix_(path[shared:], path)] = for_new
-    return seen
+        visible[np.ix_(path[shared:], path)] = for_new
+    return visible
 
 
 BATCH_TOKENS = 4096
@@ -212,41 +217,41 @@ SMALL = BATCH_TOKENS // 8
 another pass."""
 
 
-def packed_batches(lengths: Sequence[int], most: int | None = None) -> list[list[int]]:
+def packed_batches(lengths: Sequence[int], max_tokens: int | None = None) -> list[list[int]]:
     """Return the indices of rows of these lengths in batches without padding, from longest to
     shortest.
 
     There are few batches, of about equal size, since small ones compute slower. A batch has at most
-    ``most`` positions, unless it is a single longer row. Deterministic.
+    ``max_tokens`` positions, unless it is a single longer row. Deterministic.
     """
-    most = BATCH_TOKENS if most is None else most
+    max_tokens = BATCH_TOKENS if max_tokens is None else max_tokens
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    batches = [[i] for i in order if lengths[i] > most]
+    batches = [[i] for i in order if lengths[i] > max_tokens]
     order = order[len(batches) :]
-    left = sum(lengths[i] for i in order)
-    n = -(-left // most)
-    size = target = most  # as if a batch before had been filled
+    n_left = sum(lengths[i] for i in order)
+    n_batches = -(-n_left // max_tokens)
+    size = target = max_tokens  # as if a batch before had been filled
     for i in order:
-        if size + lengths[i] > most or size + lengths[i] / 2 > target:
+        if size + lengths[i] > max_tokens or size + lengths[i] / 2 > target:
             batches.append([])
             size = 0
-            target = left / max(n, 1)
-            n = n - 1
+            target = n_left / max(n_batches, 1)
+            n_batches = n_batches - 1
         batches[-1].append(i)
         size = size + lengths[i]
-        left = left - lengths[i]
+        n_left = n_left - lengths[i]
     return batches
 
 
 def row_batches(
-    members: Sequence[int], lengths: np.ndarray, most: int | None = None
+    members: Sequence[int], lengths: np.ndarray, max_tokens: int | None = None
 ) -> list[list[int]]:
     """Return the rows ``members`` in batches that are to be padded, from longest to shortest.
 
-    A batch has at most ``most`` positions, and limited padding. A row longer than ``most`` is a
+    A batch has at most ``max_tokens`` positions, and limited padding. A row longer than ``max_tokens`` is a
     separate batch. ``lengths`` int64 (n,) are those of all rows. Deterministic.
     """
-    most = BATCH_TOKENS if most is None else most
+    max_tokens = BATCH_TOKENS if max_tokens is None else max_tokens
     batches: list[list[int]] = []
     for i in sorted(members, key=lambda i: (-lengths[i], i)):
         current = batches[-1] if batches else []
@@ -255,7 +260,7 @@ def row_batches(
         padding = positions - tokens
         if (
             current
-            and positions <= most
+            and positions <= max_tokens
             and (padding <= _MAX_PADDING * positions or positions <= SMALL)
         ):
             current.append(i)
@@ -273,7 +278,7 @@ class RowPass:
     """int64 (n, width)."""
     depth: Tensor
     """Position of each token in its sequence, int64 (n, width)."""
-    seen: Tensor | None
+    visible: Tensor | None
     """Which column each column sees, bool (n, width, width). None for rows of one sequence each,
     which causal attention serves, and with ``packed`` or ``trees``."""
     column: Tensor
@@ -289,8 +294,8 @@ class RowPass:
     """Layout for attention by pieces of the rows."""
 
 
-def row_pass(rows: Sequence[Row], inputs: SequenceInputs) -> RowPass:
-    """Return the padded pass of ``rows`` (at least one) over sequences of ``inputs``, with ``seen``
+def build_padded_pass(rows: Sequence[Row], inputs: SequenceInputs) -> RowPass:
+    """Return the padded pass of ``rows`` (at least one) over sequences of ``inputs``, with ``visible``
     if any row has several sequences.
 
     Each row is padded on the right by its first token. The padding token may have a zero embedding,
@@ -299,27 +304,37 @@ def row_pass(rows: Sequence[Row], inputs: SequenceInputs) -> RowPass:
     width = max(row.length for row in rows)
     tokens, depth = np.zeros((2, len(rows), width), dtype=np.int64)
     columns: list[np.ndarray] = []
-    layouts = [layout(row, inputs.tokens) for row in rows]
-    for n, (row, lay) in enumerate(zip(rows, layouts, strict=True)):
-        tokens[n] = lay.tokens[0]
-        tokens[n, : row.length], depth[n, : row.length] = lay.tokens, lay.depth
+    layouts = [build_row_layout(row, inputs.tokens) for row in rows]
+    for number, (row, row_layout) in enumerate(zip(rows, layouts, strict=True)):
+        tokens[number] = row_layout.tokens[0]
+        tokens[number, : row.length], depth[number, : row.length] = (
+            row_layout.tokens,
+            row_layout.depth,
+        )
         columns += [
-            n * width + path[inputs.asked[i]]
-            for i, path in zip(row.members, lay.columns, strict=True)
+            number * width + path[inputs.scored_positions[i]]
+            for i, path in zip(row.members, row_layout.columns, strict=True)
         ]
     members = [i for row in rows for i in row.members]
-    seen = None
-    if not all(row.plain for row in rows):
-        seen = np.stack([visible(row, lay, width) for row, lay in zip(rows, layouts, strict=True)])
+    visible = None
+    if not all(row.is_single for row in rows):
+        visible = np.stack(
+            [
+                build_visibility(row, row_layout, width)
+                for row, row_layout in zip(rows, layouts, strict=True)
+            ]
+        )
     return RowPass(
         torch.from_numpy(tokens),
         torch.from_numpy(depth),
-        None if seen is None else torch.from_numpy(seen),
-        *_scored_at(columns, members, inputs),
+        None if visible is None else torch.from_numpy(visible),
+        *_collect_targets(columns, members, inputs),
     )
 
 
-def packed_pass(rows: Sequence[Row], inputs: SequenceInputs, kernel: Kernel | None) -> RowPass:
+def build_packed_pass(
+    rows: Sequence[Row], inputs: SequenceInputs, kernel: Kernel | None
+) -> RowPass:
     """Return the pass of ``rows`` (at least one) concatenated without padding, for attention by
     ``kernel``, or by trees if it is None."""
     tokens: list[np.ndarray] = []
@@ -327,20 +342,20 @@ def packed_pass(rows: Sequence[Row], inputs: SequenceInputs, kernel: Kernel | No
     paths: list[list[np.ndarray]] = []
     before = 0
     for row in rows:
-        lay = layout(row, inputs.tokens)
-        tokens.append(lay.tokens)
-        depth.append(lay.depth)
-        paths.append([before + path for path in lay.columns])
+        row_layout = build_row_layout(row, inputs.tokens)
+        tokens.append(row_layout.tokens)
+        depth.append(row_layout.depth)
+        paths.append([before + path for path in row_layout.columns])
         before += row.length
     members = [i for row in rows for i in row.members]
     shared = [row.shared for row in rows]
     flat = list(chain.from_iterable(paths))
-    columns = [path[inputs.asked[i]] for i, path in zip(members, flat, strict=True)]
+    columns = [path[inputs.scored_positions[i]] for i, path in zip(members, flat, strict=True)]
     return RowPass(
         torch.from_numpy(np.concatenate(tokens))[None],
         torch.from_numpy(np.concatenate(depth))[None],
         None,
-        *_scored_at(columns, members, inputs),
+        *_collect_targets(columns, members, inputs),
         packed=None
         if kernel is None
         else packed_layout(flat, list(chain.from_iterable(shared)), kernel),
@@ -348,7 +363,7 @@ def packed_pass(rows: Sequence[Row], inputs: SequenceInputs, kernel: Kernel | No
     )
 
 
-def _scored_at(
+def _collect_targets(
     columns: list[np.ndarray], members: list[int], inputs: SequenceInputs
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``column``, ``target`` and ``place`` of a pass."""
@@ -359,11 +374,11 @@ def _scored_at(
     return column, target, place
 
 
-def masks(
-    config: Any, seen: Tensor, depth: Tensor, dtype: torch.dtype
+def build_masks(
+    config: Any, visible: Tensor, depth: Tensor, dtype: torch.dtype
 ) -> Tensor | dict[str, Tensor]:
     """Return additive masks (n, 1, width, width) of ``dtype`` for a model with this configuration:
-    one mask, or one for each kind of layer if the model expects several. ``seen`` and ``depth`` are
+    one mask, or one for each kind of layer if the model expects several. ``visible`` and ``depth`` are
     those of a ``RowPass``."""
-    far = lambda window: depth[:, None, :, None] - depth[:, None, None, :] >= window
-    return layer_masks(config, dtype, ~seen[:, None], far)
+    outside_window = lambda window: depth[:, None, :, None] - depth[:, None, None, :] >= window
+    return layer_masks(config, dtype, ~visible[:, None], outside_window)

@@ -34,15 +34,15 @@ def check_same_tokens(tokenizer: Any, role: str, path: str, other_path: str) -> 
 
     ``role`` and ``path`` are the role that uses ``tokenizer`` and the path of its model.
     """
-    mine = tokenizer.get_vocab()
-    theirs = load_tokenizer(other_path, "actor").get_vocab()
-    words = {number: word for word, number in theirs.items()}
-    for word, number in mine.items():
-        if theirs.get(word, number) != number or words.get(number, word) != word:
+    own_vocab = tokenizer.get_vocab()
+    other_vocab = load_tokenizer(other_path, "actor").get_vocab()
+    word_of_id = {number: word for word, number in other_vocab.items()}
+    for word, number in own_vocab.items():
+        if other_vocab.get(word, number) != number or word_of_id.get(number, word) != word:
             raise ModelLoadError(
                 f"{role}.path={path}: its tokenizer gives {word[:40]!r} the id {number}, which in "
                 f"{other_path} is "
-                f"{words.get(number, '')[:40]!r}; the {role} reads the tokens of that model, so it "
+                f"{word_of_id.get(number, '')[:40]!r}; the {role} reads the tokens of that model, so it "
                 f"must have its "
                 "tokenizer"
             )
@@ -51,9 +51,9 @@ def check_same_tokens(tokenizer: Any, role: str, path: str, other_path: str) -> 
 def check_context(path: str, role: str, max_total_tokens: int) -> None:
     """Raise ModelLoadError if the context length of the model in ``path`` is below
     ``max_total_tokens``, the maximum length of an episode."""
-    described = _described(path, role)
-    if max_total_tokens > (limit := context_limit(described)):
-        reason = context_reason(described)
+    config = _load_config(path, role)
+    if max_total_tokens > (limit := context_limit(config)):
+        reason = context_reason(config)
         raise ModelLoadError(
             f"rollout.max_total_tokens={max_total_tokens}: the context of {path} holds {limit} "
             f"tokens{reason}"
@@ -64,14 +64,14 @@ def check_dense(path: str, role: str) -> None:
     """Raise ModelLoadError for a mixture of experts. A vLLM server cannot be updated with its
     weights after each step, because vLLM has a tensor for each expert and the trainer one for all
     experts."""
-    if experts := routed_experts(_described(path, role)):
+    if experts := routed_experts(_load_config(path, role)):
         raise ModelLoadError(
             f"{role}.path={path}: vLLM takes no new weights of its {experts} experts; use "
             f"engine.name=embedded"
         )
 
 
-def _described(path: str, role: str) -> Mapping[str, Any]:
+def _load_config(path: str, role: str) -> Mapping[str, Any]:
     """Return the configuration of the model in a folder or of a hub id. Raises ModelLoadError."""
     from transformers import AutoConfig
 

@@ -58,10 +58,10 @@ class TorchBackend:
                 f"{', '.join(_HEADS)}"
             )
         torch.manual_seed(seed)
-        with named_loading_shortage(spec, self._device):
-            return self._engine(
+        with explain_loading_oom(spec, self._device):
+            return self._build_engine(
                 spec,
-                self._model(spec, _DTYPES[spec.dtype]),
+                self._load_model(spec, _DTYPES[spec.dtype]),
                 load_tokenizer(spec.path, spec.role),
                 optimizer=spec.optimizer if spec.trainable else None,
                 total_train_steps=total_train_steps,
@@ -72,7 +72,7 @@ class TorchBackend:
                 kv_cache_gib=spec.engine.kv_cache_gib,
             )
 
-    def _model(self, spec: ModelSpec, dtype: torch.dtype) -> Any:
+    def _load_model(self, spec: ModelSpec, dtype: torch.dtype) -> Any:
         """Load the model. Backends that shard it override this, so that no process loads all of
         it."""
         head = spec.head == "lm"
@@ -81,20 +81,22 @@ class TorchBackend:
         ).to(self._device)
         return load_value_model(model, spec.path, spec.role) if spec.head == "value" else model
 
-    def _engine(self, spec: ModelSpec, model: Any, tokenizer: Any, **options: Any) -> TorchEngine:
+    def _build_engine(
+        self, spec: ModelSpec, model: Any, tokenizer: Any, **options: Any
+    ) -> TorchEngine:
         """Create the engine of the loaded model. Backends with several workers override this."""
         return TorchEngine(model, tokenizer, role=spec.role, **options)
 
 
-def named_loading_shortage(
+def explain_loading_oom(
     spec: ModelSpec, device: torch.device
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context manager that turns an out-of-memory error of loading a model into a
     RuntimeError that names options to change."""
-    narrower = (
+    dtype_advice = (
         f", {spec.role}.dtype=bfloat16 (it is {spec.dtype})" if spec.dtype == "float32" else ""
     )
-    cut = (
+    sharding_advice = (
         f", or {spec.role}.backend=fsdp2, which cuts it over {spec.role}.workers"
         if spec.trainable
         else ""
@@ -102,7 +104,7 @@ def named_loading_shortage(
     return explain_oom(
         lambda: (
             f"for {spec.role}.path={spec.path} on the device {device}: take a smaller "
-            f"model{narrower}{cut}"
+            f"model{dtype_advice}{sharding_advice}"
         )
     )
 
@@ -122,14 +124,14 @@ def load_causal_lm(
     """
     check_folder(path, role)
     transformers_logging.disable_progress_bar()
-    kernel = attention_for(path, role, experts)
+    kernel = choose_attention(path, role, experts)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
             attn_implementation=kernel,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # ``_unlike`` reports them by name
+            ignore_mismatched_sizes=True,  # ``_find_mismatch`` reports them by name
         )
     except (OSError, ValueError, RuntimeError) as error:
         if oom_message(error) is not None:
@@ -138,15 +140,15 @@ def load_causal_lm(
             f"{role}.path={path}: weights do not load ({first_line(error)})"
         ) from None
     model, report = loaded
-    if problem := _unlike(model, report, with_head):
+    if problem := _find_mismatch(model, report, with_head):
         raise ModelLoadError(f"{role}.path={path}: {problem}")
     model.eval()
-    if problem := odd_logits(model):
+    if problem := find_logit_problem(model):
         raise ModelLoadError(f"{role}.path={path}: {problem}")
     return model
 
 
-def attention_for(path: str, role: str, experts: bool | None = None) -> str:
+def choose_attention(path: str, role: str, experts: bool | None = None) -> str:
     """Return the attention implementation for a model. Raises ModelLoadError if it is no decoder,
     and for a mixture of experts if ``experts`` is False."""
     try:
@@ -161,54 +163,54 @@ def attention_for(path: str, role: str, experts: bool | None = None) -> str:
         raise ModelLoadError(
             f"{role}.path={path}: {config.model_type!r} is not a causal language model"
         )
-    described = config.to_dict()
-    problem = decoder_problem(described)
+    values = config.to_dict()
+    problem = decoder_problem(values)
     if experts is not None:
-        problem = problem or expert_problem(described, role, accepted=experts)
+        problem = problem or expert_problem(values, role, accepted=experts)
     if problem:
         raise ModelLoadError(f"{role}.path={path}: {problem}")
     # There is no fused kernel for attention with soft caps or sinks, as in Gemma 2 and gpt-oss.
     return "sdpa" if getattr(known[type(config)], "_supports_sdpa", True) else "eager"
 
 
-def _unlike(model: Any, report: Mapping[str, Any], with_head: bool) -> str | None:
+def _find_mismatch(model: Any, report: Mapping[str, Any], with_head: bool) -> str | None:
     """Return the difference between a checkpoint and the model that its configuration describes, as
     text, or None. transformers would fill missing tensors with random numbers without an error."""
     name = type(model).__name__
     head = model.get_output_embeddings()
-    unwanted = (
+    optional = (
         ()
         if with_head
         else tuple(f"{at}." for at, module in model.named_modules() if module is head)
     )
-    if missing := sorted(key for key in report["missing_keys"] if not key.startswith(unwanted)):
+    if missing := sorted(key for key in report["missing_keys"] if not key.startswith(optional)):
         return f"the checkpoint of a {name} lacks {missing[0]}, and {len(missing) - 1} others"
-    if other := sorted(report["mismatched_keys"]):
-        tensor, held, wanted = other[0]
+    if mismatched := sorted(report["mismatched_keys"]):
+        tensor, stored_shape, own_shape = mismatched[0]
         return (
-            f"{tensor} of the checkpoint has the shape {tuple(held)}, in {name} {tuple(wanted)}, "
-            f"and {len(other) - 1} "
+            f"{tensor} of the checkpoint has the shape {tuple(stored_shape)}, in {name} {tuple(own_shape)}, "
+            f"and {len(mismatched) - 1} "
             "others differ"
         )
     return None
 
 
 @torch.no_grad()
-def odd_logits(model: Any) -> str | None:
+def find_logit_problem(model: Any) -> str | None:
     """Return why a model cannot generate, or None: its logits are not finite, or depend on later
     tokens, as those of an encoder loaded as a causal model. For a model with a value head, the
     hidden states are tested."""
     size = int(model.config.get_text_config().vocab_size)
     texts = torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]], device=model.device) % size
     if isinstance(model, ValueModel):
-        found = model.get_decoder()(input_ids=texts, use_cache=False).last_hidden_state
+        outputs = model.get_decoder()(input_ids=texts, use_cache=False).last_hidden_state
     else:
-        found = model(input_ids=texts, use_cache=False).logits
-    one, other = found[:, :2].float()
-    if not (torch.isfinite(one).all() and torch.isfinite(other).all()):
+        outputs = model(input_ids=texts, use_cache=False).logits
+    first, second = outputs[:, :2].float()
+    if not (torch.isfinite(first).all() and torch.isfinite(second).all()):
         return "its logits are not finite; the checkpoint is damaged"
-    rounding = max(1e-4, 4 * torch.finfo(model.dtype).eps) * float(one.abs().max())
-    if torch.allclose(one, other, rtol=0.0, atol=rounding):
+    rounding = max(1e-4, 4 * torch.finfo(model.dtype).eps) * float(first.abs().max())
+    if torch.allclose(first, second, rtol=0.0, atol=rounding):
         return None
     return f"{type(model).__name__} looks at later tokens, so it cannot generate"
 
@@ -276,7 +278,7 @@ class ValueModel(nn.Module):
         self.model.save_pretrained(folder)
         save_file(
             {name: t.detach().contiguous() for name, t in self.value_head.state_dict().items()},
-            _file(folder),
+            _head_path(folder),
         )
 
 
@@ -285,9 +287,9 @@ def load_value_model(language_model: Any, path: str, role: str) -> ValueModel:
     Its value head is loaded from there too; without a file, it starts at 0. Raises ModelLoadError
     if the saved head does not fit."""
     model = ValueModel(language_model)
-    if _file(path).is_file():
+    if _head_path(path).is_file():
         try:
-            model.value_head.load_state_dict(load_file(_file(path)))
+            model.value_head.load_state_dict(load_file(_head_path(path)))
         except (OSError, RuntimeError, SafetensorError) as error:
             raise ModelLoadError(
                 f"{role}.path={path}: its value head does not load ({first_line(error)})"
@@ -295,5 +297,5 @@ def load_value_model(language_model: Any, path: str, role: str) -> ValueModel:
     return model.eval()
 
 
-def _file(folder: Path | str) -> Path:
+def _head_path(folder: Path | str) -> Path:
     return Path(folder) / HEAD_FILE

@@ -32,13 +32,18 @@ from realhf.backends.embedded.memory import (
 from realhf.backends.embedded.weight_copy import named_weights
 from realhf.backends.training.checkpoint import is_checkpoint, load_state, save_state
 from realhf.backends.training.lora import ADAPTER, BaseEngine, LoraAdapters
-from realhf.backends.training.micro_batches import Part, Ranks, StepAccount, parts_of
+from realhf.backends.training.micro_batches import (
+    MicroBatch,
+    Ranks,
+    StepAccount,
+    split_micro_batches,
+)
 from realhf.backends.training.optimizer import PolicyOptimizer
 from realhf.backends.training.packed_forward import PackedForward
 from realhf.base.text import first_line
 
 
-def blocks_of(model: Any) -> list[Any]:
+def find_blocks(model: Any) -> list[Any]:
     """Return the blocks (layers) of a transformers model; empty if the model does not declare
     them."""
     kinds = {*(getattr(model.get_decoder(), "_no_split_modules", None) or ())}
@@ -56,10 +61,10 @@ class CompiledBlocks:
 
     def __init__(self, model: Any, role: str) -> None:
         self._option = f"{role}.compile=true"
-        self._blocks = blocks_of(model)
+        self._blocks = find_blocks(model)
         if not self._blocks:
             raise ValueError(
-                f"{self._option}: {type(model).__name__} does not say which of its modules are "
+                f"{self._option}: {type(model).__name__} does not declare which of its modules are "
                 f"blocks"
             )
         if problem := _missing_compiler(model.device):
@@ -69,7 +74,7 @@ class CompiledBlocks:
         ]
 
     @contextlib.contextmanager
-    def on(self) -> Iterator[None]:
+    def use(self) -> Iterator[None]:
         """Use the compiled blocks in the block of code; the first pass of a kind compiles them.
 
         Raises RuntimeError naming the option if compilation fails.
@@ -154,7 +159,7 @@ class TorchEngine:
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self._named = role
+        self._role = role
         _disable_dropout(model)
         model.eval()
         self.adapters: LoraAdapters | None = None
@@ -209,11 +214,11 @@ class TorchEngine:
         if lora is not None:
             if self.model.get_output_embeddings() is None:
                 raise ValueError(
-                    f"{self._named}.lora.rank={lora.rank}: a model without a language-model head "
+                    f"{self._role}.lora.rank={lora.rank}: a model without a language-model head "
                     f"has no adapters"
                 )
             self.adapters = LoraAdapters(
-                self.model, lora, role=self._named, path=path, head=adapts_head
+                self.model, lora, role=self._role, path=path, head=adapts_head
             )
             use_onednn(self.model)
         return PackedForward(self.model, pieces=not self._checkpointing and not self._compiles)
@@ -243,7 +248,7 @@ class TorchEngine:
         if self._generator is not None:
             self._generator.release()
         if self.adapters is not None:
-            self.adapters.changed()
+            self.adapters.drop_merged()
 
     def generator(self) -> EmbeddedGenerator:
         """The generation engine of the same model. Raises ValueError for a model with a value
@@ -263,7 +268,7 @@ class TorchEngine:
 
     def _merged_model(self) -> Any:
         """Return the model with its adapters merged, if it has any."""
-        return self.model if self.adapters is None else self.adapters.merged()
+        return self.model if self.adapters is None else self.adapters.merged_model()
 
     def train_batch(
         self,
@@ -311,7 +316,7 @@ class TorchEngine:
             raise RuntimeError(
                 "accumulate: gradients of several ranks are added up once a step, in train_batch"
             )
-        before = optimizer.copied_gradients()
+        before = optimizer.copy_gradients()
         skipped = True
         try:
             stats, _, kept = self._compute_gradients(sample, loss_fn, mb_spec, 1.0, optimizer)
@@ -346,7 +351,7 @@ class TorchEngine:
 
     def forget_moments(self) -> None:
         """Reset the optimizer to its initial state."""
-        self._require_optimizer("forget_moments").begin_moments(())
+        self._require_optimizer("forget_moments").reset_moments(())
 
     def _require_optimizer(self, method: str) -> PolicyOptimizer:
         """Return the optimizer. Raises RuntimeError naming ``method`` for a frozen model."""
@@ -367,7 +372,7 @@ class TorchEngine:
         Returns the statistics, whether there was a gradient, and the tensors that the loss kept.
         """
         self.release_generation()  # Training needs the memory, and the weights of the cache are about to change.
-        with self._training(), self._threads.computing():
+        with self._use_training_mode(), self._threads.computing():
             account = self._run_passes(sample, loss_fn, spec, normaliser, optimizer.accumulate)
             results = account.sum_over(self._ranks)
             self._ranks.sum_gradients(optimizer.masters)
@@ -377,9 +382,9 @@ class TorchEngine:
         """Make an optimizer step with gradients of this norm; return the learning rate."""
         adapters = self.adapters is None and self._forward.heads.value is None
         offload = self.model.device.type == "cuda" and not (
-            optimizer.offloads or self._ranks.in_step
+            optimizer.offloads or self._ranks.passes_are_collective
         )
-        with explain_update_oom(optimizer.masters, self._named, adapters=adapters, offload=offload):
+        with explain_update_oom(optimizer.masters, self._role, adapters=adapters, offload=offload):
             return optimizer.step(self._version, norm)
 
     def _run_passes(
@@ -392,11 +397,11 @@ class TorchEngine:
     ) -> StepAccount:
         """Run the forward and backward passes of this rank; ``accumulate`` is called after each
         backward pass."""
-        account = StepAccount(_shifted_size(sample))
+        account = StepAccount(_count_predictions(sample))
         parts = self._split(sample, spec)
         n_extra = self._count_extra_passes(parts)
 
-        def loss_of(part: Part) -> Tensor:
+        def compute_loss(part: MicroBatch) -> Tensor:
             outputs = self._forward(part.sample, part.rows)
             self._threads.pace()
             loss, stats = loss_fn(outputs, part.sample)
@@ -411,22 +416,22 @@ class TorchEngine:
 
         for part in parts:
             with explain_pass_oom(part.positions, len(part.rows), spec.max_tokens_per_mb):
-                loss = self._run_pass(part.empty, lambda part=part: loss_of(part))
+                loss = self._run_pass(part.is_empty, lambda part=part: compute_loss(part))
                 if loss.requires_grad:
                     loss.backward()
                     accumulate()
                     account.backward = True
             self._heap.trim_after_pass(part.positions)
         for _ in range(n_extra):
-            self._run_pass(False, self._forward.nothing).backward()
+            self._run_pass(False, self._forward.run_zero_pass).backward()
             accumulate()
         return account
 
-    def _split(self, sample: SequenceSample, spec: MicroBatchSpec) -> list[Part]:
+    def _split(self, sample: SequenceSample, spec: MicroBatchSpec) -> list[MicroBatch]:
         """Return the micro-batches of this rank. Raises ValueError for an unknown token."""
         self._check_tokens(sample)
         forward = self._forward
-        return parts_of(
+        return split_micro_batches(
             sample,
             spec,
             self._ranks,
@@ -450,7 +455,7 @@ class TorchEngine:
         )
         raise ValueError(
             f"packed_input_ids of sample {sample.ids[index]!r} has the token {int(ids[position])}, "
-            f"and {self._named} "
+            f"and {self._role} "
             f"has the tokens 0 to {size - 1}: it was made with another tokenizer"
         )
 
@@ -460,52 +465,52 @@ class TorchEngine:
         del empty
         return run()
 
-    def _count_extra_passes(self, parts: list[Part]) -> int:
+    def _count_extra_passes(self, parts: list[MicroBatch]) -> int:
         """Return the number of passes of other ranks in which this rank has to take part after its
         own.
 
         It is exchanged before the first pass. Afterwards a rank that has finished would wait for
         the exchange, while the others wait for its part in their passes.
         """
-        if not self._ranks.in_step:
+        if not self._ranks.passes_are_collective:
             return 0
-        own = sum(not part.empty for part in parts)
+        own = sum(not part.is_empty for part in parts)
         return max(other["passes"] for other in self._ranks.gather({"passes": own})) - own
 
     @contextlib.contextmanager
-    def _training(self) -> Iterator[None]:
+    def _use_training_mode(self) -> Iterator[None]:
         """Set the model up for training in the block."""
         # Layers recompute activations only in training mode. Dropout is disabled in both modes.
         self.model.train(self._checkpointing)
         if self.adapters is not None:
-            self.adapters.training(True)
+            self.adapters.set_training(True)
         try:
-            with _without_dropout(self.model.config), self._compiled():
+            with _disable_config_dropout(self.model.config), self._use_compiled_blocks():
                 yield
         finally:
             self.model.eval()
 
-    def _compiled(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._blocks is None else self._blocks.on()
+    def _use_compiled_blocks(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._blocks is None else self._blocks.use()
 
-    def _without_gradient(self) -> contextlib.AbstractContextManager[Any]:
+    def _no_gradient_mode(self) -> contextlib.AbstractContextManager[Any]:
         return torch.inference_mode()
 
     def forward(
         self, sample: SequenceSample, post_fn: PostFn, *, mb_spec: MicroBatchSpec
     ) -> Tensor:
         """See ``Engine.forward``."""
-        result = torch.zeros(_shifted_size(sample))
+        result = torch.zeros(_count_predictions(sample))
 
-        def compute(part: Part) -> Tensor:
+        def compute(part: MicroBatch) -> Tensor:
             return post_fn(self._forward(part.sample, part.rows), part.sample)
 
-        with self._without_gradient(), self._compiled(), self._threads.computing():
+        with self._no_gradient_mode(), self._use_compiled_blocks(), self._threads.computing():
             parts = self._split(sample, mb_spec)
             n_extra = self._count_extra_passes(parts)
             for part in parts:
                 with explain_pass_oom(part.positions, len(part.rows), mb_spec.max_tokens_per_mb):
-                    values = self._run_pass(part.empty, lambda part=part: compute(part))
+                    values = self._run_pass(part.is_empty, lambda part=part: compute(part))
                 self._heap.trim_after_pass(part.positions)
                 if values.shape != part.place.shape:
                     raise ValueError(
@@ -514,7 +519,7 @@ class TorchEngine:
                     )
                 result[part.place] = values.float().cpu()
             for _ in range(n_extra):
-                self._run_pass(False, self._forward.nothing)
+                self._run_pass(False, self._forward.run_zero_pass)
         self._heap.trim()
         self._ranks.sum_(result)
         return result
@@ -536,7 +541,7 @@ class TorchEngine:
         return self.weights() if self.adapters is None else named_weights(self.model)
 
     @property
-    def _keeps_weights(self) -> bool:
+    def _saves_weights(self) -> bool:
         """Whether a checkpoint contains the weights of the model.
 
         Frozen models, and the base models of adapters, are loaded from the ``path`` of the role
@@ -550,7 +555,7 @@ class TorchEngine:
         folder.mkdir(parents=True, exist_ok=True)
         if self.adapters is not None:
             self.adapters.save(folder / ADAPTER)
-        save_state(folder, self.model, self._optimizer, self._version, weights=self._keeps_weights)
+        save_state(folder, self.model, self._optimizer, self._version, weights=self._saves_weights)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Restore a state that ``save_checkpoint`` wrote, with any number of ranks.
@@ -565,7 +570,7 @@ class TorchEngine:
             raise ValueError(
                 f"checkpoint {folder} was written by an earlier version, in a format that this one "
                 f"does not read: go "
-                "on with that version, or begin anew with recover_mode=disabled, or from a policy "
+                "on with that version, or start over with recover_mode=disabled, or from a policy "
                 "that it exported "
                 "(actor.path, or the path of its role)"
             )
@@ -574,8 +579,8 @@ class TorchEngine:
             raise FileNotFoundError(f"no engine checkpoint in {folder}")
         if self.adapters is not None:
             self.adapters.load(folder / ADAPTER)
-        with of_this_model(folder):
-            weights = self._keeps_weights
+        with explain_load_errors(folder):
+            weights = self._saves_weights
             self.version = load_state(
                 folder, self.model, self._optimizer, weights=weights, group=group
             )
@@ -588,7 +593,7 @@ class TorchEngine:
             raise ValueError(
                 f"checkpoint {folder}: {was} trained there and {now} train here; continue with the "
                 f"same "
-                "actor.lora.rank, or begin anew with recover_mode=disabled"
+                "actor.lora.rank, or start over with recover_mode=disabled"
             )
 
     def export_hf(self, folder: Path) -> None:
@@ -604,7 +609,7 @@ class TorchEngine:
 
 
 @contextlib.contextmanager
-def of_this_model(folder: Path) -> Iterator[None]:
+def explain_load_errors(folder: Path) -> Iterator[None]:
     """Raise a ValueError of one line for a checkpoint that does not fit the model.
 
     Errors with other causes, a lost rank or missing memory, are raised unchanged.
@@ -627,11 +632,11 @@ def of_this_model(folder: Path) -> Iterator[None]:
         raise ValueError(
             f"checkpoint {folder} is not one of this model ({cause[:300]}); continue with the "
             f"model that it was saved "
-            "from (actor.path, or the path of its role), or begin anew with recover_mode=disabled"
+            "from (actor.path, or the path of its role), or start over with recover_mode=disabled"
         ) from None
 
 
-def _shifted_size(sample: SequenceSample) -> int:
+def _count_predictions(sample: SequenceSample) -> int:
     """Return the sum of L-1 over the sequences of a batch. Raises ValueError for an empty
     sequence."""
     lengths = np.asarray(sample.lengths("packed_input_ids").values)
@@ -654,7 +659,7 @@ def _disable_dropout(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _without_dropout(config: Any) -> Iterator[None]:
+def _disable_config_dropout(config: Any) -> Iterator[None]:
     """Set the dropout probabilities in the configuration to 0 in the block.
 
     Some models read them in every pass. They are restored afterwards, because the exported

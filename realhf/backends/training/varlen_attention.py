@@ -40,14 +40,21 @@ scale) -> (q, heads, dim). Causal: the last query of a sequence sees all of its 
 _CAPABILITY = (8, 0)
 """Minimum compute capability of the device."""
 _TYPES = (torch.bfloat16, torch.float16)
-_CLOSE = 0.03
+_MAX_ERROR = 0.03
 """Maximum error against the reference computation, relative to the largest number; one rounding of
 bf16 is 0.008."""
-_UNFIT = (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
+_UNSUPPORTED_ERRORS = (
+    AttributeError,
+    IndexError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 """Errors of a kernel that mean that it does not support the case."""
 
 
-def kernel_for(
+def find_kernel(
     device: torch.device, dtype: torch.dtype, head_sizes: Sequence[int] = (64,)
 ) -> tuple[Kernel | None, str]:
     """Return a kernel that passed a test on ``device`` for heads of all these sizes, and ""; or
@@ -57,7 +64,7 @@ def kernel_for(
     if dtype not in _TYPES:
         return (
             None,
-            f"variable-length attention needs bfloat16 or float16, the model has {_name(dtype)}",
+            f"variable-length attention needs bfloat16 or float16, the model has {_dtype_name(dtype)}",
         )
     if torch.cuda.get_device_capability(device) < _CAPABILITY:
         return (
@@ -73,33 +80,33 @@ def kernel_for(
             f"torch {torch.__version__} has no variable-length attention; 2.10 and later have",
         )
     reason = ""
-    for kernel in adapted(varlen_attn):
-        reason = _first_fault(kernel, device, dtype, head_sizes)
+    for kernel in adapt_kernels(varlen_attn):
+        reason = _find_first_fault(kernel, device, dtype, head_sizes)
         if not reason:
             return kernel, ""
     return None, f"variable-length attention of torch {torch.__version__}, {reason}"
 
 
-def _first_fault(
+def _find_first_fault(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, head_sizes: Sequence[int]
 ) -> str:
     """Return an error text for the first head size that a kernel does not support, or ""."""
     for size in head_sizes:
-        if reason := fault(kernel, device, dtype, size):
+        if reason := find_kernel_fault(kernel, device, dtype, size):
             return f"for heads of {size}, {reason}"
     return ""
 
 
-def adapted(function: Callable[..., Any]) -> Iterator[Kernel]:
+def adapt_kernels(function: Callable[..., Any]) -> Iterator[Kernel]:
     """Yield kernels that call a ``varlen_attn`` with the options in its signature: first, if it has
     grouped-query attention, one that uses it, then one that repeats keys and values for each query
     head."""
     known = inspect.signature(function).parameters
     for grouped in (True, False) if "enable_gqa" in known else (False,):
-        yield _adapted(function, frozenset(known), grouped)
+        yield _adapt_kernel(function, frozenset(known), grouped)
 
 
-def _adapted(function: Callable[..., Any], known: frozenset[str], grouped: bool) -> Kernel:
+def _adapt_kernel(function: Callable[..., Any], known: frozenset[str], grouped: bool) -> Kernel:
     """Return a kernel that calls a ``varlen_attn`` with the options in ``known``. ``grouped``:
     whether it uses grouped-query attention instead of repeated keys and values."""
 
@@ -139,17 +146,17 @@ def _adapted(function: Callable[..., Any], known: frozenset[str], grouped: bool)
     return run
 
 
-def noting_windows(kernel: Kernel, windows: list[int | None]) -> Kernel:
+def record_windows(kernel: Kernel, windows: list[int | None]) -> Kernel:
     """Return the kernel with a wrapper that appends the window of each call to ``windows``."""
 
-    def run(*given: Any) -> Tensor:
-        windows.append(given[-2])
-        return kernel(*given)
+    def run(*arguments: Any) -> Tensor:
+        windows.append(arguments[-2])
+        return kernel(*arguments)
 
     return run
 
 
-def plain_attention(
+def reference_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -177,7 +184,9 @@ def plain_attention(
     return torch.cat(outputs).to(query.dtype)
 
 
-def fault(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int = 64) -> str:
+def find_kernel_fault(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int = 64
+) -> str:
     """Return an error text for a kernel that fails or is inaccurate, or "".
 
     Outputs and gradients are compared with the reference, on sequences with more keys than queries
@@ -187,53 +196,62 @@ def fault(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: i
     """
     for window in (None, 16):
         try:
-            found = _trial(kernel, device, dtype, window, head_size)
+            results = _run_trial(kernel, device, dtype, window, head_size)
         except NotImplementedError:
             continue
-        except _UNFIT as error:
+        except _UNSUPPORTED_ERRORS as error:
             return f"fails: {first_line(error)}"
-        expected = _trial(plain_attention, device, dtype, window, head_size)
-        for what, one, other in zip(
-            ("outputs", "queries", "keys", "values"), found, expected, strict=True
+        expected = _run_trial(reference_attention, device, dtype, window, head_size)
+        for name, result, reference in zip(
+            ("outputs", "queries", "keys", "values"), results, expected, strict=True
         ):
-            off = float((one - other).abs().max() / other.abs().max())
-            if not off <= _CLOSE:
-                kind = what if what == "outputs" else f"gradients of {what}"
+            largest_error = float((result - reference).abs().max() / reference.abs().max())
+            if not largest_error <= _MAX_ERROR:
+                kind = name if name == "outputs" else f"gradients of {name}"
                 return (
-                    f"is off: {kind} by {off:.1e} of the "
+                    f"is off: {kind} by {largest_error:.1e} of the "
                     f"largest{'' if window is None else ', with a window'}"
                 )
     return ""
 
 
-def _trial(
+def _run_trial(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, window: int | None, dim: int
 ) -> list[Tensor]:
     """Return outputs and gradients of query, key and value, fp32, of fixed random inputs."""
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     queries = (5, 130, 1)
     keys = (9, 130, 70)
     heads = 4
     kv_heads = 2
     shapes = ((sum(queries), heads, dim), (sum(keys), kv_heads, dim), (sum(keys), kv_heads, dim))
-    given = [
-        torch.randn(*shape, generator=draw).to(device, dtype).requires_grad_() for shape in shapes
+    inputs = [
+        torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
+        for shape in shapes
     ]
-    weights = torch.randn(*shapes[0], generator=draw).to(device)
+    weights = torch.randn(*shapes[0], generator=generator).to(device)
     ends = [
         torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32) for sizes in (queries, keys)
     ]
     output = kernel(
-        given[0], given[1], given[2], ends[0], ends[1], max(queries), max(keys), window, dim**-0.5
+        inputs[0],
+        inputs[1],
+        inputs[2],
+        ends[0],
+        ends[1],
+        max(queries),
+        max(keys),
+        window,
+        dim**-0.5,
     )
     (output.float() * weights).sum().backward()
     gradients = [
-        torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in given
+        torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs
     ]
     return [output.detach().float(), *(gradient.float() for gradient in gradients)]
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -272,8 +290,8 @@ class PackedLayout:
             window: Number of tokens that a token sees, including itself; None for all.
         """
         if self.keys is not None:
-            key = _Taken.apply(key, self.keys)
-            value = _Taken.apply(value, self.keys)
+            key = _SelectRows.apply(key, self.keys)
+            value = _SelectRows.apply(value, self.keys)
         return self.kernel(
             query,
             key,
@@ -287,7 +305,7 @@ class PackedLayout:
         )
 
 
-class _Taken(torch.autograd.Function):
+class _SelectRows(torch.autograd.Function):
     """Selection of rows of (rows, heads, dim), with repetition. Gradients are summed in fp32 and
     rounded once: a sum in a narrow dtype would lose precision where many branches share a row."""
 
@@ -324,23 +342,23 @@ def packed_layout(
     if not np.array_equal(new, np.arange(len(new))):
         raise ValueError("the new tokens of a packed row must lie behind each other")
     # Omit sequences without queries, so that kernels need not support them.
-    kept = [i for i, size in enumerate(sizes_q) if size]
+    with_queries = [i for i, size in enumerate(sizes_q) if size]
     keys = (
         None
         if not any(shared)
-        else torch.from_numpy(np.concatenate([paths[i] for i in kept]).astype(np.int64))
+        else torch.from_numpy(np.concatenate([paths[i] for i in with_queries]).astype(np.int64))
     )
     return PackedLayout(
-        _ends([sizes_q[i] for i in kept]),
-        _ends([sizes_k[i] for i in kept]),
-        max(sizes_q[i] for i in kept),
-        max(sizes_k[i] for i in kept),
+        _cumulative_ends([sizes_q[i] for i in with_queries]),
+        _cumulative_ends([sizes_k[i] for i in with_queries]),
+        max(sizes_q[i] for i in with_queries),
+        max(sizes_k[i] for i in with_queries),
         keys,
         kernel,
     )
 
 
-def _ends(sizes: Sequence[int]) -> Tensor:
+def _cumulative_ends(sizes: Sequence[int]) -> Tensor:
     """Return 0 and the cumulative sums of sizes, int32 (n + 1,)."""
     return torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
 
@@ -372,14 +390,14 @@ def packed_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    odd = sorted(
+    unsupported = sorted(
         name
-        for name, given in kwargs.items()
-        if name not in IGNORED_ARGUMENTS and given is not None and given is not False
+        for name, argument in kwargs.items()
+        if name not in IGNORED_ARGUMENTS and argument is not None and argument is not False
     )
-    if odd or dropout or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
+    if unsupported or dropout or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
         raise ValueError(
-            f"attention with {odd[0] if odd else 'dropout or cached keys'} cannot run over packed "
+            f"attention with {unsupported[0] if unsupported else 'dropout or cached keys'} cannot run over packed "
             f"rows"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -400,7 +418,7 @@ def can_pack(model: Any) -> bool:
     )
 
 
-def pack(model: Any) -> None:
+def use_packed_attention(model: Any) -> None:
     """Switch the model to ``packed_rows`` permanently: with activation checkpointing, the backward
     pass must use the same implementation as the forward pass."""
     model.get_decoder().config._attn_implementation = PACKED_ROWS

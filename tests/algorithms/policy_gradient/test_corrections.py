@@ -23,7 +23,7 @@ from realhf.algorithms.train_step import (
 )
 from realhf.api.model import TrainResult
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.backends.training.micro_batches import Ranks, parts_of
+from realhf.backends.training.micro_batches import Ranks, split_micro_batches
 from tests.algorithms.policy_gradient.test_decoupled_objective import GivenOutputs
 from tests.algorithms.test_aggregation import ragged
 
@@ -81,7 +81,7 @@ def train(
     loss = 0.0
     gradient = torch.zeros_like(current)
     stats = {}
-    for piece in parts_of(part, MicroBatchSpec(n_mbs=n_mbs), Ranks()):
+    for piece in split_micro_batches(part, MicroBatchSpec(n_mbs=n_mbs), Ranks()):
         own = current[piece.place].clone().requires_grad_()
         value, found = PolicyObjective(options, 0)(GivenOutputs(own), piece.sample)  # type: ignore[arg-type]
         (gradient[piece.place],) = torch.autograd.grad(value, own)

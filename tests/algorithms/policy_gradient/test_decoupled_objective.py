@@ -12,7 +12,7 @@ from realhf.algorithms.policy_loss import PolicyObjective, loglinear_proximal
 from realhf.algorithms.resolution import resolve
 from realhf.algorithms.train_step import PredictedTokens, replace_keys, token_weights
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.backends.training.micro_batches import Ranks, parts_of
+from realhf.backends.training.micro_batches import Ranks, split_micro_batches
 
 GROUPS = [[9, 4], [1, 12, 6]]
 STEP = 5
@@ -238,7 +238,7 @@ def test_microbatches_add_up(rollout_batch: Any, given: dict[str, Any]) -> None:
     )
     loss = 0.0
     sums = dict.fromkeys(stats, 0.0)
-    pieces = [cut.sample for cut in parts_of(part, MicroBatchSpec(n_mbs=2), Ranks())]
+    pieces = [cut.sample for cut in split_micro_batches(part, MicroBatchSpec(n_mbs=2), Ranks())]
     assert len(pieces) == 2
     for piece in pieces:
         value, own = PolicyObjective(options, STEP)(

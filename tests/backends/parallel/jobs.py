@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def ranks_of(world: World, size: int, sharded: bool = False) -> GroupRanks:
-    world.found([range(size)])
+    world.create_groups([range(size)])
     return GroupRanks(world, range(size), sharded=sharded, device=CPU)
 
 
@@ -30,7 +30,7 @@ def overlapping(world: World, rank: int, size: int) -> dict[str, list[float]]:
     """Sum in groups that share members without being equal, one after the other."""
     groups = ([0, 1], [1, 2], [0, 1, 2], [0, 2], [0, 1])
     found = {}
-    world.found(groups)
+    world.create_groups(groups)
     for number, workers in enumerate(groups):
         if rank in workers:
             ranks = GroupRanks(world, workers, sharded=False, device=CPU)
@@ -43,7 +43,7 @@ def overlapping(world: World, rank: int, size: int) -> dict[str, list[float]]:
 
 def one_never_loads(world: World, rank: int, size: int) -> None:
     """The last worker founds the group with the others, and does not come for it."""
-    world.found([range(size)])
+    world.create_groups([range(size)])
     if rank < size - 1:
         world._join_s = 0.2
         world.group(range(size))
@@ -58,7 +58,7 @@ def one_sees_a_gpu(world: World, rank: int, size: int) -> None:
 
 def sums(world: World, rank: int, size: int) -> dict[str, Any]:
     ranks = ranks_of(world, size)
-    alone = (ranks.rank, ranks.size, ranks.own([1, 1, 1]))
+    alone = (ranks.rank, ranks.size, ranks.select_rows([1, 1, 1]))
     parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))]
     parameters.append(nn.Parameter(torch.ones(1)))  # has a gradient nowhere
     if rank == 0:
@@ -77,7 +77,7 @@ def sums(world: World, rank: int, size: int) -> dict[str, Any]:
                 {f"of_{rank}": float("nan") if rank == 1 else 0.1 + rank, "all": 1.0}
             ),
             "own": [
-                ranks.own(costs)
+                ranks.select_rows(costs)
                 for costs in ([5, 5, 5, 1, 2, 3, 9], [7], [0, 0, 0, 0], [1, 0, 1, 0, 1])
             ],
         }

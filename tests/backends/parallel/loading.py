@@ -20,7 +20,7 @@ from realhf.api.parallel import Parallel
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.parallel import fsdp
 from realhf.backends.parallel.fsdp import FsdpBackend
-from realhf.backends.parallel.process_groups import World, groups_of
+from realhf.backends.parallel.process_groups import World, list_groups
 from realhf.base.tensor_digest import digests
 
 LOADED_WHOLE = "is loaded whole on each worker"
@@ -76,7 +76,7 @@ def load_all(
 def _outcome(world: World, rank: int, size: int, path: str, head: str, out: Path) -> dict[str, Any]:
     parallel = Parallel(fsdp=size)
     workers = tuple(range(size))
-    world.found(groups_of(workers, parallel, cut=True))
+    world.create_groups(list_groups(workers, parallel, cut=True))
     spec = ModelSpec(
         "actor", path, workers, trainable=True, backend="fsdp2", head=head, optimizer=OptimizerConfig(lr=1e-2),
         parallel=parallel,

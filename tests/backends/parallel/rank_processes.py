@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from realhf.backends.parallel.process_groups import Meeting, World
+from realhf.backends.parallel.process_groups import RendezvousStore, World
 
 DEADLINE_S = 120.0
 JOBS = ["tests.backends.parallel.jobs", "tests.backends.parallel.training"]
@@ -35,7 +35,7 @@ def run_ranks(size: int, job: Job, *arguments: Any, timeout_s: float = DEADLINE_
     time."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(JOBS)
-    meeting = Meeting(size, DEADLINE_S)
+    meeting = RendezvousStore(size, DEADLINE_S)
     started: list[tuple[Connection, ForkServerProcess]] = []
     outcomes = [Outcome()] * size
     try:

@@ -86,7 +86,7 @@ def test_a_folder_that_cannot_be_read_so_is_loaded_whole_and_that_is_said(
         assert without_memory(folder) is None
         assert (
             "actor.path" in caplog.text
-            and "is loaded whole on each worker before it is cut" in caplog.text
+            and "is loaded whole on each worker before it is sharded" in caplog.text
         )
         assert reason in caplog.text
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from realhf.api.model import ForwardOutputs
 from realhf.api.parallel import CollectiveBroken
 from realhf.api.sample import SequenceSample
-from realhf.backends.parallel.process_groups import GroupRanks, Meeting, World
+from realhf.backends.parallel.process_groups import GroupRanks, RendezvousStore, World
 from realhf.backends.training.torch_engine import TorchEngine
 from tests.backends.parallel import jobs, training
 from tests.backends.parallel.rank_processes import results, run_ranks
@@ -50,7 +50,7 @@ def test_a_failure_of_one_rank_breaks_off_all(how: str) -> None:
     outcomes = run_ranks(3, jobs.one_fails, 3, how)
     own = {"raises": "MemoryError", "killed": "Killed"}
     for outcome in outcomes[:2]:
-        assert outcome.error == "CollectiveBroken" and "broke off the step" in outcome.text
+        assert outcome.error == "CollectiveBroken" and "aborted the step" in outcome.text
     assert outcomes[2].error == own.get(how, "CollectiveBroken")
 
 
@@ -58,9 +58,9 @@ def test_a_failure_of_one_rank_breaks_off_all(how: str) -> None:
 def lonely_world() -> Iterator[World]:
     """A world of one rank, whose collectives do nothing: so nothing fails in them when it is broken
     off."""
-    meeting = Meeting(1, 60.0)
+    meeting = RendezvousStore(1, 60.0)
     world = World(meeting.address, 0, [0], join_s=60.0, timeout_s=60.0)
-    world.found([[0]])
+    world.create_groups([[0]])
     yield world
     world.close()
 
@@ -81,7 +81,7 @@ def test_a_rank_that_is_broken_off_without_an_error_neither_steps_nor_answers(
         return -outputs.logprobs()[0].sum() * (1 if loss == "finite" else math.nan), {}
 
     with (
-        pytest.raises(CollectiveBroken, match="broken off: rank 2 failed"),
+        pytest.raises(CollectiveBroken, match="aborted: rank 2 failed"),
         ranks.together("step 1"),
     ):
         engine.train_batch(training.batch(0), broken, mb_spec=training.SPEC)
@@ -95,7 +95,7 @@ def test_a_call_that_was_broken_off_at_its_very_end_has_failed(lonely_world: Wor
     with ranks.together("step 1"):
         pass
     with (
-        pytest.raises(CollectiveBroken, match="rank 0 of 1 broke off step 2"),
+        pytest.raises(CollectiveBroken, match="rank 0 of 1 aborted step 2"),
         ranks.together("step 2"),
     ):
         lonely_world.abort("rank 1 failed")

@@ -55,7 +55,7 @@ def test_five_steps_are_those_of_one_worker(parallel: Parallel, name: str, tied:
             close(own, alone)
         assert found["scores"] == pytest.approx(training.scores(one), abs=1e-5)
         if "refused" in found:
-            assert rank == 1 and "were not brought together" in found["refused"]
+            assert rank == 1 and "were not gathered" in found["refused"]
             continue
         assert found["tokens"] == training.tokens(one)
         assert found["weights"].keys() == one.weights().keys()

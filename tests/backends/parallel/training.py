@@ -24,7 +24,7 @@ from realhf.api.parallel import Parallel
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.parallel.ddp import DdpEngine
 from realhf.backends.parallel.fsdp import FsdpEngine
-from realhf.backends.parallel.process_groups import GroupRanks, World, groups_of, mesh_of
+from realhf.backends.parallel.process_groups import GroupRanks, World, build_mesh, list_groups
 from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.torch_backend import ValueModel
 from realhf.backends.training.torch_engine import TorchEngine
@@ -197,11 +197,11 @@ def algorithm(name: str) -> Any:
 def engine_on(world: World, size: int, parallel: Parallel, model: Any) -> Any:
     """An engine with copies of the model, or with the model cut."""
     options = {"optimizer": OptimizerConfig(lr=1e-2), "total_train_steps": 10}
-    world.found(groups_of(range(size), parallel, cut=parallel.fsdp > 1))
+    world.create_groups(list_groups(range(size), parallel, cut=parallel.fsdp > 1))
     ranks = GroupRanks(world, range(size), sharded=parallel.fsdp > 1, device=CPU)
     if parallel.fsdp == 1:
         return DdpEngine(model, None, ranks=ranks, role="actor", **options)
-    mesh = mesh_of(world, range(size), parallel, ranks, "cpu")
+    mesh = build_mesh(world, range(size), parallel, ranks, "cpu")
     return FsdpEngine(model, None, ranks=ranks, mesh=mesh, role="actor", **options)
 
 
@@ -209,7 +209,7 @@ def one_shares_no_prefixes(world: World, rank: int, size: int, parallel: Paralle
     """The last rank has found that the model does not follow trees of rows, e.g. for want of
     memory."""
     if rank == size - 1:
-        PackedForward._follows_trees = lambda self: False  # type: ignore[method-assign]
+        PackedForward._supports_trees = lambda self: False  # type: ignore[method-assign]
     engine_on(world, size, parallel, tiny_model())
 
 

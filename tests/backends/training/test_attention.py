@@ -14,14 +14,20 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from realhf.backends.training import tree_attention, varlen_attention
-from realhf.backends.training.sequence_packing import Row, RowLayout, layout, shared_rows, visible
+from realhf.backends.training.sequence_packing import (
+    Row,
+    RowLayout,
+    build_row_layout,
+    build_visibility,
+    shared_rows,
+)
 from realhf.backends.training.tree_attention import RowTrees, row_tree_attention
 from realhf.backends.training.varlen_attention import (
-    adapted,
-    fault,
-    kernel_for,
+    adapt_kernels,
+    find_kernel,
+    find_kernel_fault,
     packed_layout,
-    plain_attention,
+    reference_attention,
 )
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=9)
@@ -43,7 +49,7 @@ def trees_of(
 ) -> tuple[RowTrees, list[Row], list[RowLayout]]:
     """The rows of some sequences, behind each other, and what their columns see."""
     rows = shared_rows(range(len(tokens)), tokens, most)
-    layouts = [layout(row, tokens) for row in rows]
+    layouts = [build_row_layout(row, tokens) for row in rows]
     ends = np.cumsum([row.length for row in rows])
     paths = [
         [end - row.length + path for path in lay.columns]
@@ -70,7 +76,7 @@ def test_pieces_equal_the_mask(drawn: list[list[int]], most: int, gathered: floa
     g = torch.Generator().manual_seed(len(drawn))
     query, key, value = (torch.randn(1, heads, width, 4, generator=g) for heads in (4, 2, 2))
     own = [
-        torch.from_numpy(visible(row, lay, row.length))
+        torch.from_numpy(build_visibility(row, lay, row.length))
         for row, lay in zip(rows, layouts, strict=True)
     ]
     seen = torch.block_diag(*own).bool()[None]
@@ -166,7 +172,9 @@ def computed(
 ) -> Tensor:
     """What a ``varlen_attn`` gives, for as many heads of keys as of queries."""
     assert q.shape[1] == k.shape[1], "Expect query and key/value to have the same number of heads"
-    return plain_attention(q, k, v, *ends, window, q.shape[-1] ** -0.5 if scale is None else scale)
+    return reference_attention(
+        q, k, v, *ends, window, q.shape[-1] ** -0.5 if scale is None else scale
+    )
 
 
 def of_2_10(q: Tensor, k: Tensor, v: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
@@ -202,15 +210,15 @@ def of_2_13(
 
 @pytest.mark.parametrize(("function", "ways"), [(of_2_10, 1), (of_2_11, 1), (of_2_13, 2)])
 def test_every_signature_is_called_by_what_it_has(function: Any, ways: int) -> None:
-    made = list(adapted(function))
+    made = list(adapt_kernels(function))
     assert len(made) == ways
-    assert [fault(one, CPU, torch.bfloat16) for one in made] == [""] * ways
+    assert [find_kernel_fault(one, CPU, torch.bfloat16) for one in made] == [""] * ways
     ends = torch.tensor([0, 3], dtype=torch.int32)
     draw = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(3, heads, 8, generator=draw) for heads in (4, 2, 2))
     for one in made:
         found = one(q, k, v, ends, ends, 3, 3, None, 0.1)
-        torch.testing.assert_close(found, plain_attention(q, k, v, ends, ends, 3, 3, None, 0.1))
+        torch.testing.assert_close(found, reference_attention(q, k, v, ends, ends, 3, 3, None, 0.1))
     if function is of_2_10:
         with pytest.raises(NotImplementedError, match="no windows"):
             made[0](q, k, v, ends, ends, 3, 3, 2, 0.1)
@@ -218,7 +226,7 @@ def test_every_signature_is_called_by_what_it_has(function: Any, ways: int) -> N
 
 def test_the_signature_of_the_installed_torch_is_known() -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen")
-    assert 1 <= len(list(adapted(varlen.varlen_attn))) <= 2
+    assert 1 <= len(list(adapt_kernels(varlen.varlen_attn))) <= 2
 
 
 def test_a_kernel_that_computes_something_else_is_found() -> None:
@@ -230,29 +238,29 @@ def test_a_kernel_that_computes_something_else_is_found() -> None:
             for i in range(3)
         ]
         chosen = torch.cat(rows)
-        return plain_attention(
+        return reference_attention(
             q, k[chosen], v[chosen], ends_q, ends_q, most_q, most_q, window, scale
         )
 
     def wide_window(*given: Any) -> Tensor:
         *rest, window, scale = given
-        return plain_attention(*rest, None if window is None else window + 1, scale)
+        return reference_attention(*rest, None if window is None else window + 1, scale)
 
     def no_gradient(q: Tensor, *given: Any) -> Tensor:
-        return plain_attention(q.detach(), *given)
+        return reference_attention(q.detach(), *given)
 
     def nan(q: Tensor, *given: Any) -> Tensor:
-        return plain_attention(q, *given) * float("nan")
+        return reference_attention(q, *given) * float("nan")
 
     def broken(*given: Any) -> Tensor:
         raise RuntimeError("No kernel\nfor this device")
 
-    assert "outputs by" in fault(top_left, CPU, torch.bfloat16)
-    assert "outputs by" in fault(wide_window, CPU, torch.bfloat16)
-    assert fault(wide_window, CPU, torch.bfloat16).endswith("with a window")
-    assert "gradients of queries by 1" in fault(no_gradient, CPU, torch.bfloat16)
-    assert "is off" in fault(nan, CPU, torch.bfloat16)
-    assert fault(broken, CPU, torch.bfloat16) == "fails: No kernel"
+    assert "outputs by" in find_kernel_fault(top_left, CPU, torch.bfloat16)
+    assert "outputs by" in find_kernel_fault(wide_window, CPU, torch.bfloat16)
+    assert find_kernel_fault(wide_window, CPU, torch.bfloat16).endswith("with a window")
+    assert "gradients of queries by 1" in find_kernel_fault(no_gradient, CPU, torch.bfloat16)
+    assert "is off" in find_kernel_fault(nan, CPU, torch.bfloat16)
+    assert find_kernel_fault(broken, CPU, torch.bfloat16) == "fails: No kernel"
 
 
 def test_a_kernel_is_tried_with_heads_as_wide_as_those_of_the_model(
@@ -263,25 +271,25 @@ def test_a_kernel_is_tried_with_heads_as_wide_as_those_of_the_model(
 
     def narrow(q: Tensor, *given: Any) -> Tensor:
         """Has gradients for heads of up to 64 only."""
-        return plain_attention(q if q.shape[-1] <= 64 else q.detach(), *given)
+        return reference_attention(q if q.shape[-1] <= 64 else q.detach(), *given)
 
-    assert fault(narrow, CPU, torch.bfloat16) == ""
-    assert "gradients of queries by 1" in fault(narrow, CPU, torch.bfloat16, 128)
+    assert find_kernel_fault(narrow, CPU, torch.bfloat16) == ""
+    assert "gradients of queries by 1" in find_kernel_fault(narrow, CPU, torch.bfloat16, 128)
     sizes: list[int] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(
         varlen_attention, "fault", lambda *given: sizes.append(given[-1]) or "is off: outputs"
     )
     assert (
-        "for heads of 256, is off" in kernel_for(torch.device("cuda:0"), torch.bfloat16, (256,))[1]
+        "for heads of 256, is off" in find_kernel(torch.device("cuda:0"), torch.bfloat16, (256,))[1]
     )
     assert {*sizes} == {256}
     sizes.clear()
     fails = lambda *given: sizes.append(given[-1]) or ("is off" if given[-1] > 128 else "")
-    monkeypatch.setattr(varlen_attention, "fault", fails)
+    monkeypatch.setattr(varlen_attention, "find_kernel_fault", fails)
     assert (
         "for heads of 256, is off"
-        in kernel_for(torch.device("cuda:0"), torch.bfloat16, (64, 256))[1]
+        in find_kernel(torch.device("cuda:0"), torch.bfloat16, (64, 256))[1]
     )
     assert {*sizes} == {64, 256}, "layers may have heads of different widths"
 
@@ -292,7 +300,7 @@ def test_the_plain_computation_is_dense_attention_with_its_gradients(head_size: 
     fp32."""
     draw = torch.Generator().manual_seed(head_size)
     paths = [np.array([0, 1, 2, 3, 4]), np.array([0, 1, 2, 5, 6, 7])]
-    lay = packed_layout(paths, [0, 3], plain_attention)
+    lay = packed_layout(paths, [0, 3], reference_attention)
     given = [
         torch.randn(8, heads, head_size, generator=draw).requires_grad_() for heads in (4, 2, 2)
     ]
@@ -314,20 +322,20 @@ def test_the_plain_computation_is_dense_attention_with_its_gradients(head_size: 
 
 def test_where_there_is_none_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda:0")
-    assert kernel_for(CPU, torch.bfloat16) == (None, "")
-    assert kernel_for(cuda, torch.float32)[1].endswith("the model has float32")
+    assert find_kernel(CPU, torch.bfloat16) == (None, "")
+    assert find_kernel(cuda, torch.float32)[1].endswith("the model has float32")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    assert kernel_for(cuda, torch.bfloat16)[1].endswith("capability 8.0")
+    assert find_kernel(cuda, torch.bfloat16)[1].endswith("capability 8.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(varlen_attention, "fault", lambda *_: "is off: outputs")
-    found, reason = kernel_for(cuda, torch.bfloat16)
+    monkeypatch.setattr(varlen_attention, "find_kernel_fault", lambda *_: "is off: outputs")
+    found, reason = find_kernel(cuda, torch.bfloat16)
     assert found is None and reason.endswith("is off: outputs")
-    monkeypatch.setattr(varlen_attention, "fault", lambda *_: "")
-    assert kernel_for(cuda, torch.bfloat16)[0] is not None
+    monkeypatch.setattr(varlen_attention, "find_kernel_fault", lambda *_: "")
+    assert find_kernel(cuda, torch.bfloat16)[0] is not None
 
 
 def test_sequences_of_their_own_need_no_list_of_keys() -> None:
-    lay = packed_layout([np.arange(3), np.arange(3, 8)], [0, 0], plain_attention)
+    lay = packed_layout([np.arange(3), np.arange(3, 8)], [0, 0], reference_attention)
     assert (
         lay.ends_q.tolist() == lay.ends_k.tolist() == [0, 3, 8] and lay.ends_q.dtype == torch.int32
     )
@@ -343,13 +351,13 @@ def test_a_branch_has_its_own_queries_and_the_keys_of_its_whole_path() -> None:
         np.array([0, 1, 2, 5]),
         np.array([8, 9]),
     ]
-    lay = packed_layout(paths, [0, 3, 4, 0], plain_attention)
+    lay = packed_layout(paths, [0, 3, 4, 0], reference_attention)
     assert lay.ends_q.tolist() == [0, 5, 8, 10]
     assert lay.ends_k.tolist() == [0, 5, 11, 13]
     assert (lay.longest_q, lay.longest_k) == (5, 6)
     assert lay.keys is not None and lay.keys.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 8, 9]
     with pytest.raises(ValueError, match="must lie behind each other"):
-        packed_layout([np.array([0, 1]), np.array([3, 4])], [0, 0], plain_attention)
+        packed_layout([np.array([0, 1]), np.array([3, 4])], [0, 0], reference_attention)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -359,7 +367,7 @@ def test_attention_over_a_tree_is_that_of_each_sequence(window: int | None) -> N
         torch.randn(8, heads, 4, generator=draw, dtype=torch.float64) for heads in (4, 2, 2)
     )
     paths = [np.array([0, 1, 2, 3, 4]), np.array([0, 1, 2, 5, 6, 7])]
-    lay = packed_layout(paths, [0, 3], plain_attention).to(CPU)
+    lay = packed_layout(paths, [0, 3], reference_attention).to(CPU)
     found = lay.attend(query, key, value, window, 0.3)
     for path, first in zip(paths, (0, 3), strict=True):
         for t in range(first, len(path)):
@@ -373,7 +381,7 @@ def test_attention_over_a_tree_is_that_of_each_sequence(window: int | None) -> N
 def test_gradients_of_a_prefix_that_packed_rows_share_are_rounded_once() -> None:
     """In bf16 the gradient of a prefix is the exact sum over its branches, but for one rounding."""
     paths = [np.array([0, 1, 2, 3 + branch]) for branch in range(100)]
-    lay = packed_layout(paths, [0] + [3] * 99, plain_attention)
+    lay = packed_layout(paths, [0] + [3] * 99, reference_attention)
     draw = torch.Generator().manual_seed(2)
     tensors = [torch.randn(103, heads, 8, generator=draw).bfloat16() for heads in (4, 2, 2)]
     grad = (torch.randn(103, 4, 8, generator=draw) + 0.5).bfloat16()

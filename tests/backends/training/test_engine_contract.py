@@ -193,7 +193,7 @@ def test_a_head_that_bounds_or_scales_its_logits_sees_scored_positions_only(
 class ThreadRanks:
     """Ranks that are threads of one process: what they have in common is a list under a barrier."""
 
-    in_step = True
+    passes_are_collective = True
 
     def __init__(self, rank: int, size: int, board: list[Any], barrier: threading.Barrier) -> None:
         self.rank = rank

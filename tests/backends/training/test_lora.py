@@ -281,20 +281,20 @@ def test_adapters_that_do_not_reach_the_merged_weights_are_found(
     every update."""
     engine = engine_of(tiny_model())
     train(engine, ragged_sample(GROUPS), 3)
-    right = lora.LoraAdapters._merged
+    right = lora.LoraAdapters._compute_merged
     for wrong in (
         lambda self, name: self._base[name] + 0.0,
         lambda self, name: 2 * right(self, name) - self._base[name],
     ):
-        monkeypatch.setattr(lora.LoraAdapters, "_merged", wrong)
-        engine.adapters.changed()  # type: ignore[union-attr]
+        monkeypatch.setattr(lora.LoraAdapters, "_compute_merged", wrong)
+        engine.adapters.drop_merged()  # type: ignore[union-attr]
         for _ in range(2):
             with pytest.raises(lora.MergeDiffers, match="merged weights are not those"):
                 engine.weights()
         with pytest.raises(lora.MergeDiffers):
             engine_of(tiny_model())
     monkeypatch.undo()
-    engine.adapters.changed()  # type: ignore[union-attr]
+    engine.adapters.drop_merged()  # type: ignore[union-attr]
     assert engine.weights()
 
 
@@ -307,7 +307,7 @@ def test_a_hundredth_too_much_of_an_adapter_is_found_and_right_merges_of_any_siz
     whole adapter, and still no reason to believe a merge that is not rounded from the right sum."""
     engine = engine_of(tiny_model(architecture).to(dtype))
     adapters = engine.adapters
-    right = lora.LoraAdapters._merged
+    right = lora.LoraAdapters._compute_merged
     assert adapters is not None
     draw = torch.Generator().manual_seed(1)
     first = next(name for name in adapters.tensors() if "lora_B" in name)
@@ -323,15 +323,15 @@ def test_a_hundredth_too_much_of_an_adapter_is_found_and_right_merges_of_any_siz
             for name, tensor in adapters.tensors().items():
                 if "lora_B" in name:
                     tensor.copy_(size * torch.randn(tensor.shape, generator=draw))
-        adapters.changed()
-        assert adapters.merged() is not None
-        monkeypatch.setattr(lora.LoraAdapters, "_merged", wrong)
-        adapters.changed()
+        adapters.drop_merged()
+        assert adapters.merged_model() is not None
+        monkeypatch.setattr(lora.LoraAdapters, "_compute_merged", wrong)
+        adapters.drop_merged()
         if dtype == torch.float32 or size > 1e-3:
             with pytest.raises(
                 lora.MergeDiffers, match=r"0.*weight is .* times as far off as rounding to"
             ):
-                adapters.merged()
+                adapters.merged_model()
         monkeypatch.undo()
 
 
@@ -372,7 +372,7 @@ def test_what_trains_is_what_peft_computes(
     they are below."""
     monkeypatch.setattr(kernels, "prefers_mkl", lambda: not onednn)
     few = engine_of(tiny_model(), dropout=0.0)
-    monkeypatch.setattr(lora, "_few_passes", lambda kind: kind)
+    monkeypatch.setattr(lora, "_few_pass_class", lambda kind: kind)
     usual = engine_of(tiny_model(), dropout=0.0)
     layers = [
         type(layer).__name__

@@ -13,7 +13,7 @@ import torch
 from realhf.api.config import LoraConfig, OptimizerConfig
 from realhf.api.parallel import Parallel
 from realhf.backends.parallel.ddp import DdpEngine
-from realhf.backends.parallel.process_groups import GroupRanks, World, groups_of
+from realhf.backends.parallel.process_groups import GroupRanks, World, list_groups
 from realhf.backends.training.torch_engine import TorchEngine
 from tests.backends.parallel import training
 from tests.backends.parallel.rank_processes import results, run_ranks
@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {
 
 def on_ranks(world: World, rank: int, folder: Path) -> dict[str, Any]:
     """Two steps, a checkpoint, one more step; then that step again, from the checkpoint."""
-    world.found(groups_of(range(2), Parallel(dp=2), cut=False))
+    world.create_groups(list_groups(range(2), Parallel(dp=2), cut=False))
     ranks = GroupRanks(world, range(2), sharded=False, device=training.CPU)
     torch.manual_seed(5)
     engine = DdpEngine(training.tiny_model(), None, ranks=ranks, role="actor", **OPTIONS)

@@ -15,7 +15,7 @@ from torch import Tensor
 from realhf.api.config import OptimizerConfig
 from realhf.api.model import ForwardOutputs
 from realhf.api.sample import MicroBatchSpec, SequenceSample, choose_sequences
-from realhf.backends.training.micro_batches import Ranks, parts_of
+from realhf.backends.training.micro_batches import Ranks, split_micro_batches
 from realhf.backends.training.sequence_packing import packed_batches
 from realhf.backends.training.torch_engine import TorchEngine
 
@@ -66,7 +66,9 @@ def test_parts_cover_every_sequence_once_within_the_budget(
     groups: list[list[int]], n_mbs: int, cap: int | None
 ) -> None:
     sample = batch(groups)
-    parts = [part.sample for part in parts_of(sample, MicroBatchSpec(n_mbs, cap), Ranks())]
+    parts = [
+        part.sample for part in split_micro_batches(sample, MicroBatchSpec(n_mbs, cap), Ranks())
+    ]
     assert sorted(int(i) for part in parts for i in part["number"]) == list(
         range(sum(map(len, groups)))
     )
@@ -84,7 +86,9 @@ def test_parts_cover_every_sequence_once_within_the_budget(
             == [int(i[1:]) for i in part.ids]
             == [int(t[5:]) for t in part.metadata["name"]]
         )
-    again = [part.sample for part in parts_of(sample, MicroBatchSpec(n_mbs, cap), Ranks())]
+    again = [
+        part.sample for part in split_micro_batches(sample, MicroBatchSpec(n_mbs, cap), Ranks())
+    ]
     assert [part["number"].tolist() for part in again] == [
         part["number"].tolist() for part in parts
     ]

@@ -38,7 +38,7 @@ class Elsewhere:
         self.going: dict[int, tuple[Tensor, Tensor]] = {}
         self.log: list[str] = []
 
-    def slab(self, nbytes: int) -> Tensor:
+    def allocate(self, nbytes: int) -> Tensor:
         self.held = torch.zeros(nbytes, dtype=torch.uint8)
         return self.held
 
@@ -55,7 +55,7 @@ class Elsewhere:
         held, room = self.coming.pop(number)
         room[: len(held)] = held
 
-    def await_fetched(self, number: int) -> None:
+    def wait_for_piece(self, number: int) -> None:
         self.log.append(f"await {number}")
         if self.late:
             self._come(number)
@@ -112,7 +112,7 @@ def test_no_bit_differs_and_two_pieces_are_there_at_a_time(
 ) -> None:
     """However early or late the copies are made. The next piece comes while one is computed and the
     last one goes."""
-    monkeypatch.setattr(resting_moments.RestingMoments.__init__, "__defaults__", (PIECE,))
+    monkeypatch.setattr(resting_moments.OffloadedMoments.__init__, "__defaults__", (PIECE,))
     memory = Elsewhere(late)
     resting = pair(dtype, memory)
     plain = pair(dtype)
@@ -131,7 +131,7 @@ def test_one_slab_holds_the_moments_of_a_parameter_beside_each_other_and_no_more
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Pinned one by one, each was rounded up to a power of two."""
-    monkeypatch.setattr(resting_moments.RestingMoments.__init__, "__defaults__", (PIECE,))
+    monkeypatch.setattr(resting_moments.OffloadedMoments.__init__, "__defaults__", (PIECE,))
     memory = Elsewhere()
     resting, module = pair(memory=memory)
     trained(resting, module, range(2))
@@ -178,13 +178,13 @@ def test_saved_moments_are_read_with_and_without(tmp_path: Path) -> None:
         for a, b in zip(trained(resting, again, range(2, 4)), expected, strict=True)
     )
     assert rests() and resting.tensors(names)["exp_avg_sq/0"].any()
-    resting.begin_moments(again.parameters())  # type: ignore[arg-type]
+    resting.reset_moments(again.parameters())  # type: ignore[arg-type]
     assert rests() and not resting.tensors(names)["exp_avg_sq/0"].any()
 
 
 def test_a_step_that_fails_leaves_the_moments_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the values that they had: where memory is short the engine says so and goes on."""
-    monkeypatch.setattr(resting_moments.RestingMoments.__init__, "__defaults__", (PIECE,))
+    monkeypatch.setattr(resting_moments.OffloadedMoments.__init__, "__defaults__", (PIECE,))
     memory = Elsewhere(late=True)
     resting, module = pair(memory=memory)
     trained(resting, module, range(1))

@@ -27,11 +27,11 @@ from realhf.api.config import GenConfig, OptimizerConfig
 from realhf.api.model import GenRequest
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training import packed_forward
-from realhf.backends.training.micro_batches import Ranks, parts_of
+from realhf.backends.training.micro_batches import Ranks, split_micro_batches
 from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.sequence_packing import SequenceInputs
 from realhf.backends.training.torch_engine import TorchEngine
-from realhf.backends.training.varlen_attention import plain_attention
+from realhf.backends.training.varlen_attention import reference_attention
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -52,8 +52,8 @@ SPEC = MicroBatchSpec(1, 128)
 @pytest.fixture
 def packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """This device has a kernel, and nothing else that packs."""
-    monkeypatch.setattr(PackedForward, "_follows_trees", lambda self: False)
-    monkeypatch.setattr(packed_forward, "kernel_for", lambda *_: (plain_attention, ""))
+    monkeypatch.setattr(PackedForward, "_supports_trees", lambda self: False)
+    monkeypatch.setattr(packed_forward, "find_kernel", lambda *_: (reference_attention, ""))
 
 
 def groups() -> SequenceSample:
@@ -104,9 +104,9 @@ def test_scores_and_steps_are_those_of_padded_rows(
     by_trees = engine_of(build(), gradient_checkpointing=checkpointing)
     windowed = name in ("mistral", "gemma3")
     assert by_trees._forward.packs != (checkpointing or windowed)
-    monkeypatch.setattr(PackedForward, "_follows_trees", lambda self: False)
+    monkeypatch.setattr(PackedForward, "_supports_trees", lambda self: False)
     padded = engine_of(build(), gradient_checkpointing=checkpointing)
-    monkeypatch.setattr(packed_forward, "kernel_for", lambda *_: (plain_attention, ""))
+    monkeypatch.setattr(packed_forward, "find_kernel", lambda *_: (reference_attention, ""))
     by_kernel = engine_of(build(), gradient_checkpointing=checkpointing)
     assert by_kernel._forward.packs and not padded._forward.packs
     sample = groups()
@@ -125,13 +125,13 @@ def test_a_pass_has_neither_padding_nor_a_row_of_the_size_of_a_mask(
     packing: None, tiny_model: Any
 ) -> None:
     sample = groups()
-    (part,) = parts_of(sample, SPEC, Ranks(), share=True, packed=True)
-    inputs = SequenceInputs.of(sample)
+    (part,) = split_micro_batches(sample, SPEC, Ranks(), share=True, packed=True)
+    inputs = SequenceInputs.from_sample(sample)
     tokens = [inputs.tokens[i].tolist() for i in inputs.scored]
     assert part.positions == len(
         {tuple(row[:n]) for row in tokens for n in range(1, len(row) + 1)}
     ), "a tree of tokens"
-    parts = parts_of(sample, MicroBatchSpec(3, 40), Ranks(), share=True, packed=True)
+    parts = split_micro_batches(sample, MicroBatchSpec(3, 40), Ranks(), share=True, packed=True)
     assert len(parts) >= 3 and all(part.positions <= 40 for part in parts)
     assert [part.positions for part in parts] == sorted(
         (part.positions for part in parts), reverse=True
@@ -192,9 +192,9 @@ def test_a_model_that_does_not_follow_is_padded_and_says_so(
     caplog.clear()
 
     def blind(*given: Any) -> Any:
-        return plain_attention(*given[:-2], 1, given[-1])
+        return reference_attention(*given[:-2], 1, given[-1])
 
-    monkeypatch.setattr(packed_forward, "kernel_for", lambda *_: (blind, ""))
+    monkeypatch.setattr(packed_forward, "find_kernel", lambda *_: (blind, ""))
     engine = engine_of(tiny_model())
     assert (
         not engine._forward.packs
@@ -202,7 +202,7 @@ def test_a_model_that_does_not_follow_is_padded_and_says_so(
     )
     assert engine.model.config._attn_implementation == "sdpa" and engine._forward.shares
     caplog.clear()
-    monkeypatch.setattr(packed_forward, "kernel_for", lambda *_: (None, "the model has float32"))
+    monkeypatch.setattr(packed_forward, "find_kernel", lambda *_: (None, "the model has float32"))
     assert (
         not engine_of(tiny_model())._forward.packs
         and "padded to one length: the model has float32" in caplog.text

@@ -205,7 +205,7 @@ def test_a_pass_of_nothing_has_gradients_of_nothing() -> None:
     be padding."""
     for name in ("gemma3n", "llama"):
         engine = engine_of(name)
-        engine._forward.nothing().backward()
+        engine._forward.run_zero_pass().backward()
         found = gradients(dict(engine.model.named_parameters()))
         assert found and all(float(grad.abs().max()) == 0.0 for grad in found.values())
 

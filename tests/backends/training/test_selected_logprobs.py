@@ -143,7 +143,7 @@ def gpu_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
 
     library.impl("mm.dtype", mm, "CPU")
     library.impl("addmm.dtype_out", addmm, "CPU")
-    monkeypatch.setattr(module, "multiplies_bf16", lambda device: True)
+    monkeypatch.setattr(module, "supports_bf16_products", lambda device: True)
     yield count
     library._destroy()
 
@@ -193,7 +193,7 @@ def test_bf16_products_of_a_head_that_does_more(gpu_products: Counted) -> None:
 def test_a_device_without_such_products_computes_in_fp32_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert not module._tried(torch.device("cpu"))
+    assert not module._test_bf16_products(torch.device("cpu"))
     assert (
         "are computed in fp32: torch cannot sum bf16 there (Could not run 'aten::mm.dtype'"
         in caplog.text
@@ -251,7 +251,7 @@ def test_several_ids_of_a_row_and_a_product_beside_the_heads(width: int, cap: fl
     ids = torch.randint(0, VOCABULARY, (37, width), generator=g)
     slope = torch.randn(37, width, generator=g)
     of = torch.randn(37, generator=g)
-    found, entropy = selected_logprobs(hidden, weight, ids, 0.7, 16, cap=cap, side=(beside, up))
+    found, entropy = selected_logprobs(hidden, weight, ids, 0.7, 16, cap=cap, adapter=(beside, up))
     ((found * slope).sum() + (entropy * of).sum()).backward()
     logits = hidden.double() @ weight.double().T + beside.double() @ up.double().T
     log_p = ((logits if cap is None else cap * (logits / cap).tanh()) / 0.7).log_softmax(-1)

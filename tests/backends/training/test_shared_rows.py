@@ -29,16 +29,16 @@ from realhf.api.config import OptimizerConfig
 from realhf.api.model import POSITIONS, ForwardOutputs
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training import packed_forward
-from realhf.backends.training.micro_batches import Ranks, parts_of
-from realhf.backends.training.packed_forward import PackedForward, own_windows, probe
+from realhf.backends.training.micro_batches import Ranks, split_micro_batches
+from realhf.backends.training.packed_forward import PackedForward, list_model_windows, probe
 from realhf.backends.training.sequence_packing import (
     RowPass,
     SequenceInputs,
-    layout,
-    packed_pass,
+    build_packed_pass,
+    build_row_layout,
+    build_visibility,
     shared_rows,
     split_row,
-    visible,
 )
 from realhf.backends.training.torch_engine import TorchEngine
 from tests.backends.conftest import VOCABULARY
@@ -54,12 +54,12 @@ def test_a_row_is_the_tree_of_its_sequences(drawn: list[list[int]], most: int) -
     inputs = [np.asarray(sequence) for sequence in drawn]
     rows = shared_rows(range(len(inputs)), inputs, most)
     assert sorted(i for row in rows for i in row.members) == list(range(len(inputs)))
-    pieces = [half for row in rows if not row.plain for half in split_row(row, inputs)]
-    assert all(row.plain or row.length <= most for row in rows) and all(
+    pieces = [half for row in rows if not row.is_single for half in split_row(row, inputs)]
+    assert all(row.is_single or row.length <= most for row in rows) and all(
         row.members for row in pieces
     )
     for row in rows + pieces:
-        lay = layout(row, inputs)
+        lay = build_row_layout(row, inputs)
         prefixes = {}
         for i, path in zip(row.members, lay.columns, strict=True):
             assert lay.tokens[path].tolist() == drawn[i] and lay.depth[path].tolist() == list(
@@ -70,7 +70,7 @@ def test_a_row_is_the_tree_of_its_sequences(drawn: list[list[int]], most: int) -
         assert (
             len(prefixes) == row.length == len({tuple(prefix) for prefix in prefixes.values()})
         ), "each prefix once"
-        seen = visible(row, lay, row.length + 2)
+        seen = build_visibility(row, lay, row.length + 2)
         for column, prefix in prefixes.items():
             ancestors = {c for c, other in prefixes.items() if other == prefix[: len(other)]}
             assert set(np.flatnonzero(seen[column])) == ancestors
@@ -206,14 +206,16 @@ def test_many_short_answers_after_a_long_prompt_change_nothing_and_cost_no_wide_
     made: list[RowPass] = []
     apart, of_apart = gradient(tiny_model(), False, MicroBatchSpec(), batch)
     with mock.patch.object(
-        packed_forward, "packed_pass", lambda *a: made.append(packed_pass(*a)) or made[-1]
+        packed_forward,
+        "build_packed_pass",
+        lambda *a: made.append(build_packed_pass(*a)) or made[-1],
     ):
         together, of_together = gradient(tiny_model(), True, MicroBatchSpec(), batch)
     torch.testing.assert_close(together, apart, atol=2e-5, rtol=1e-5)
     assert float((of_together - of_apart).abs().max()) <= 1e-5 * float(of_apart.abs().max())
     scored, trained = made[-2:]
     assert (
-        trained.seen is None
+        trained.visible is None
         and trained.trees is not None
         and trained.tokens.shape == scored.tokens.shape
     )
@@ -237,7 +239,9 @@ def test_a_prompt_longer_than_a_row_is_still_shared(
         ranks = cast(
             Ranks, SimpleNamespace(rank=rank, size=n_ranks, own=partial(owned, rank, n_ranks))
         )
-        parts = parts_of(sample, MicroBatchSpec(max_tokens_per_mb=budget), ranks, share=True)
+        parts = split_micro_batches(
+            sample, MicroBatchSpec(max_tokens_per_mb=budget), ranks, share=True
+        )
         assert all(part.positions <= (budget or 4096) for part in parts)
         computed.append(sum(part.positions for part in parts))
     assert sum(computed) <= most and max(computed) <= 1.1 * most / n_ranks
@@ -246,13 +250,13 @@ def test_a_prompt_longer_than_a_row_is_still_shared(
 def test_a_mask_stays_bounded_however_long_the_prompt_and_the_budget() -> None:
     """A row of 8,000 positions would need a mask of 256 MB."""
     for prompt, number, length in ((3000, 4, 600), (4500, 3, 10)):
-        (*parts,) = parts_of(
+        (*parts,) = split_micro_batches(
             answers_batch(prompt, number, length),
             MicroBatchSpec(max_tokens_per_mb=20_000),
             Ranks(),
             share=True,
         )
-        assert all(row.plain or row.length <= 4096 for part in parts for row in part.rows)
+        assert all(row.is_single or row.length <= 4096 for part in parts for row in part.rows)
 
 
 def owned(rank: int, size: int, costs: Sequence[int]) -> list[int]:
@@ -271,7 +275,7 @@ def test_common_prefixes_are_computed_once_and_counted(tiny_model: Any) -> None:
 
     own = [17 + 6 + 8 + 4 - 1 + 11, 11 + 6 + 8 + 4 - 1 + 11]
     spec = MicroBatchSpec()
-    parts = parts_of(sample, spec, Ranks(), share=True, packed=True)
+    parts = split_micro_batches(sample, spec, Ranks(), share=True, packed=True)
     assert sum(row.length for part in parts for row in part.rows) == sum(own)
     assert engine.train_batch(sample, loss, mb_spec=spec).stats[POSITIONS] == sum(
         part.positions for part in parts
@@ -281,8 +285,10 @@ def test_common_prefixes_are_computed_once_and_counted(tiny_model: Any) -> None:
 
 
 def test_rows_without_much_in_common_need_no_mask(ragged_sample: Any) -> None:
-    parts = parts_of(ragged_sample([[40, 30, 20], [33]]), MicroBatchSpec(), Ranks(), share=True)
-    assert all(row.plain for part in parts for row in part.rows)
+    parts = split_micro_batches(
+        ragged_sample([[40, 30, 20], [33]]), MicroBatchSpec(), Ranks(), share=True
+    )
+    assert all(row.is_single for part in parts for row in part.rows)
 
 
 def test_a_model_that_follows_no_mask_falls_back(
@@ -321,9 +327,9 @@ def test_a_model_with_a_window_of_columns_shares_nothing(window: int) -> None:
 def test_windows_are_tried_up_to_a_width(tiny_model: Any) -> None:
     """Known ones are those of our own masks; a number of layers is none."""
     config = MistralConfig(sliding_window=4096, max_window_layers=28)
-    assert own_windows(config) == [] and probe(config) is not None
+    assert list_model_windows(config) == [] and probe(config) is not None
     config.keep_window_size = 4096
-    assert own_windows(config) == [4096] and probe(config) is None
+    assert list_model_windows(config) == [4096] and probe(config) is None
     config.keep_window_size = 100
     narrow = probe(config)
     assert narrow is not None
@@ -353,8 +359,8 @@ def test_bf16_models_share_rows(tiny_model: Any, monkeypatch: pytest.MonkeyPatch
     forward = PackedForward(model)
     sample = group_batch()
     assert forward.shares
-    inputs = SequenceInputs.of(sample)
-    (part,) = parts_of(sample, MicroBatchSpec(), Ranks(), share=True)
+    inputs = SequenceInputs.from_sample(sample)
+    (part,) = split_micro_batches(sample, MicroBatchSpec(), Ranks(), share=True)
     apart = forward(sample).logprobs()[0]
     rounding = float((forward(sample, part.rows).logprobs()[0] - apart).abs().max())
     whole = model.get_decoder().forward

@@ -20,7 +20,7 @@ from realhf.api.experiment import ModelSpec
 from realhf.api.model import ForwardOutputs, GenRequest, TrainResult
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.memory import Heap, explain_pass_oom
-from realhf.backends.training.optimizer import PolicyOptimizer, learning_rate
+from realhf.backends.training.optimizer import PolicyOptimizer, compute_learning_rate
 from realhf.backends.training.torch_backend import (
     ModelLoadError,
     TorchBackend,
@@ -363,7 +363,9 @@ def test_frozen_engine_scores_and_refuses_to_train(tiny_model: Any, ragged_sampl
 )
 def test_learning_rate(kind: LRSchedule, expected: list[float]) -> None:
     config = OptimizerConfig(lr=1.0, warmup_steps_proportion=0.2, lr_scheduler_type=kind)
-    assert [learning_rate(config, v, 10) for v in (0, 1, 2, 6, 10)] == pytest.approx(expected)
+    assert [compute_learning_rate(config, v, 10) for v in (0, 1, 2, 6, 10)] == pytest.approx(
+        expected
+    )
 
 
 def test_missing_model_is_one_line(tmp_path: Path) -> None:
