@@ -133,7 +133,7 @@ def _run_vllm_server(
     def watch() -> None:
         server.process.wait()
         if not stopping.is_set():
-            on_death(server.failure() or "the vLLM server ended")
+            on_death(server.describe_failure() or "the vLLM server ended")
 
     try:
         server.wait_until_up(timeout_s)

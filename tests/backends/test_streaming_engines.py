@@ -13,7 +13,7 @@ import torch
 from realhf.api.config import AsyncConfig, EngineConfig, LoraConfig, OptimizerConfig
 from realhf.api.experiment import ModelSpec
 from realhf.backends.streaming_engines import server_options
-from realhf.backends.vllm.server import _command
+from realhf.backends.vllm.server import _build_command
 
 SPEC = ModelSpec(
     "actor",
@@ -23,7 +23,7 @@ SPEC = ModelSpec(
 
 
 def flags(spec: ModelSpec, shared: bool) -> list[str]:
-    return list(_command("vllm", spec.path, 1, server_options(spec, AsyncConfig(), shared)))
+    return list(_build_command("vllm", spec.path, 1, server_options(spec, AsyncConfig(), shared)))
 
 
 def test_a_server_on_a_gpu_has_what_a_gpu_can(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from realhf.backends.vllm.device_transfer import Place, from_json, steps
+from realhf.backends.vllm.device_transfer import ServerGpu, from_json, transfer_calls
 from realhf.base.tensor_digest import digests
 
 pytestmark = pytest.mark.cuda_only
@@ -70,7 +70,7 @@ def test_another_process_reads_what_this_one_holds(device: torch.device, origin:
             return here.recv()
 
         assert answer() == "ready"
-        with steps(1, tensors, [Place(device, uuid)], most=20_000) as made:
+        with transfer_calls(1, tensors, [ServerGpu(device, uuid)], max_bytes=20_000) as made:
             calls = list[str]()
             for method, arguments in made:
                 calls.append(method)
@@ -118,7 +118,9 @@ def test_a_vllm_of_this_machine_takes_weights_so(device: torch.device, tmp_path:
     ) as server:
         engine = VllmGenerator(server.url)
         try:
-            assert engine._places, "the server is on this GPU and was started with the transfer"
+            assert engine._common_gpus, (
+                "the server is on this GPU and was started with the transfer"
+            )
             for version, model in enumerate(models):
                 weights = {name: p.detach() for name, p in model.named_parameters()}
                 engine.load_weights(version, weights)

@@ -129,7 +129,7 @@ def test_a_server_that_cannot_start_tells_why(tmp_path: Path):
     server = VllmServer(tmp_path / "nothing", executable=EXECUTABLE, log=tmp_path / "log.txt")
     with pytest.raises(RuntimeError, match=r"ended \(code \d+\)(.|\n)*nothing"):
         server.wait_until_up(120)
-    assert server.failure() is not None
+    assert server.describe_failure() is not None
     server.stop()
     with pytest.raises(FileNotFoundError, match="make test-vllm"):
         VllmServer(tmp_path, executable=tmp_path / "vllm", log=tmp_path / "log.txt")

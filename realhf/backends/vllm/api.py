@@ -130,20 +130,20 @@ class VllmApi:
             )
         if any(value <= _NOT_FINITE for value in logprobs):
             raise FloatingPointError(f"{self.url}: the model returned logits that are not finite")
-        versions = self._versions(choice.get("weight_versions"), len(tokens))
+        versions = self._expand_versions(choice.get("weight_versions"), len(tokens))
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         return Completion(
             tokens, logprobs, versions, choice["finish_reason"], usage["prompt_tokens"], cached
         )
 
-    def _versions(self, spans: list[dict[str, Any]] | None, count: int) -> list[str]:
+    def _expand_versions(self, spans: list[dict[str, Any]] | None, count: int) -> list[str]:
         """Return the label of the weights for each of ``count`` tokens, from spans of tokens."""
         versions = [
             span["version"] for span in spans or [] for _ in range(span["start"], span["end"])
         ]
         if len(versions) != count:
             raise VllmError(
-                f"{self.url} does not tell which weights sampled a token; vLLM 0.32 or later does"
+                f"{self.url} does not report which weights sampled a token; use vLLM 0.32 or later"
             )
         return versions
 

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST_PARTS = 32
+MAX_PARTS = 32
 """Maximum number of parts of a handle; real ones have about 15."""
-MOST_BYTES = 4096
+MAX_PART_BYTES = 4096
 """Maximum size of a part in bytes; real ones have a few dozen."""
 _CLASSES: dict[str, Any] = {
     "Tensor": torch.Tensor,
@@ -39,18 +39,18 @@ _CLASSES: dict[str, Any] = {
 def to_json(handle: Sequence[Any]) -> list[Any]:
     """Return the JSON form of a handle: the arguments from which ``torch.multiprocessing`` rebuilds
     a CUDA tensor. Raises TypeError for a part of another kind."""
-    return [_written(part) for part in handle]
+    return [_encode_part(part) for part in handle]
 
 
 def from_json(parts: Any) -> tuple[Any, ...]:
     """Return the handle that ``to_json`` encoded. Raises ValueError for anything else: the input is
     untrusted."""
-    if not isinstance(parts, list) or len(parts) > MOST_PARTS:
+    if not isinstance(parts, list) or len(parts) > MAX_PARTS:
         raise ValueError("a handle of device memory is a list of at most 32 parts")
-    return tuple(_read(part) for part in parts)
+    return tuple(_decode_part(part) for part in parts)
 
 
-def _written(part: Any) -> Any:
+def _encode_part(part: Any) -> Any:
     """Return the JSON form of one part of a handle."""
     if part is None or isinstance(part, (bool, int)):
         return part
@@ -66,10 +66,10 @@ def _written(part: Any) -> Any:
     for name, kind in _CLASSES.items():
         if part is kind:
             return {"class": name}
-    raise TypeError(f"a handle of device memory with a {type(part).__name__} is not known")
+    raise TypeError(f"a handle of device memory with a {type(part).__name__} cannot be encoded")
 
 
-def _read(part: Any) -> Any:
+def _decode_part(part: Any) -> Any:
     """Return one part of a handle from its JSON form."""
     if part is None or isinstance(part, (bool, int)):
         return part
@@ -85,27 +85,27 @@ def _read(part: Any) -> Any:
             return getattr(torch, value)
         if kind == "device" and isinstance(value, int):
             return value
-        if kind == "sizes" and isinstance(value, list) and len(value) <= MOST_PARTS:
+        if kind == "sizes" and isinstance(value, list) and len(value) <= MAX_PARTS:
             if all(isinstance(size, int) for size in value):
                 return tuple(value)
-        elif kind == "bytes" and isinstance(value, str) and len(value) <= MOST_BYTES:
+        elif kind == "bytes" and isinstance(value, str) and len(value) <= MAX_PART_BYTES:
             return base64.b64decode(value, validate=True)
     raise ValueError(f"a handle of device memory has no such part: {str(part)[:80]}")
 
 
 BUFFER_BYTES = 256 << 20
 """Size of the buffer on each GPU in bytes; a larger tensor gets a buffer of its size."""
-NO_COMMON_PLACE = (
+NO_COMMON_GPU = (
     "it computes on a GPU that this process does not see, or was started without "
     "--weight-transfer-config for ipc"
 )
 """Reason for a transfer through host memory, in warnings."""
-Step = tuple[str, dict[str, Any]]
+WorkerCall = tuple[str, dict[str, Any]]
 """Method of the server's workers, and its arguments."""
 
 
 @dataclass(frozen=True)
-class Place:
+class ServerGpu:
     """GPU that the server uses."""
 
     device: torch.device
@@ -114,13 +114,13 @@ class Place:
     """UUID of the GPU, which is the same in all processes."""
 
 
-def common_places(asked: Sequence[Any]) -> list[Place]:
+def find_common_gpus(answers: Sequence[Any]) -> list[ServerGpu]:
     """Return the server's GPUs; empty if this process does not see all of them, or a worker lacks
     the transfer.
 
-    ``asked`` are the results of ``WeightExtension.place`` on the workers.
+    ``answers`` are the results of ``WeightExtension.place`` on the workers.
     """
-    if not asked or not torch.cuda.is_available():
+    if not answers or not torch.cuda.is_available():
         return []
     own = {
         str(torch.cuda.get_device_properties(index).uuid): torch.device("cuda", index)
@@ -128,29 +128,29 @@ def common_places(asked: Sequence[Any]) -> list[Place]:
     }
     uuids = [
         answer.get("uuid") if isinstance(answer, dict) and answer.get("transfer") else None
-        for answer in asked
+        for answer in answers
     ]
     if any(uuid not in own for uuid in uuids):
         return []
-    return [Place(own[uuid], uuid) for uuid in dict.fromkeys(uuid for uuid in uuids if uuid)]
+    return [ServerGpu(own[uuid], uuid) for uuid in dict.fromkeys(uuid for uuid in uuids if uuid)]
 
 
-def chunks(tensors: Mapping[str, Tensor], most: int = BUFFER_BYTES) -> list[list[str]]:
-    """Return the names of tensors in chunks of at most ``most`` bytes, or with a single larger
+def split_chunks(tensors: Mapping[str, Tensor], max_bytes: int = BUFFER_BYTES) -> list[list[str]]:
+    """Return the names of tensors in chunks of at most ``max_bytes`` bytes, or with a single larger
     tensor. Wide dtypes come first, so that each tensor starts at a multiple of its element size."""
-    found: list[list[str]] = []
-    room = 0
+    named_chunks: list[list[str]] = []
+    room_bytes = 0
     for name in sorted(tensors, key=lambda name: -tensors[name].element_size()):
         size = tensors[name].nbytes
-        if not found or size > room:
-            found.append([])
-            room = most
-        found[-1].append(name)
-        room -= size
-    return found
+        if not named_chunks or size > room_bytes:
+            named_chunks.append([])
+            room_bytes = max_bytes
+        named_chunks[-1].append(name)
+        room_bytes -= size
+    return named_chunks
 
 
-def described(names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def describe_chunk(names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the metadata of a chunk that the server needs in addition to the handles."""
     return {
         "names": list(names),
@@ -160,7 +160,7 @@ def described(names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, 
     }
 
 
-def fill(buffer: Tensor, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+def fill_buffer(buffer: Tensor, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
     """Copy the tensors of a chunk one after another into ``buffer``, uint8 (bytes,)."""
     at = 0
     for name in names:
@@ -170,14 +170,14 @@ def fill(buffer: Tensor, names: Sequence[str], tensors: Mapping[str, Tensor]) ->
 
 
 @contextlib.contextmanager
-def steps(
+def transfer_calls(
     version: int,
     tensors: Mapping[str, Tensor],
-    places: Sequence[Place],
+    gpus: Sequence[ServerGpu],
     *,
-    most: int = BUFFER_BYTES,
+    max_bytes: int = BUFFER_BYTES,
     export: Callable[[Tensor], Sequence[Any]] | None = None,
-) -> Iterator[Iterator[Step]]:
+) -> Iterator[Iterator[WorkerCall]]:
     """Yield the calls to the server's workers that transfer ``tensors``. Each call must have been
     answered before the next one is taken.
 
@@ -185,33 +185,31 @@ def steps(
     server still has its old weights. They are freed at the end of the block, also after an error.
     ``export`` makes the handle of a buffer, by default for CUDA IPC.
     """
-    parts = chunks(tensors, most)
+    parts = split_chunks(tensors, max_bytes)
     size = max((sum(tensors[name].nbytes for name in part) for part in parts), default=1)
-    buffers = [
-        torch.empty(max(1, size), dtype=torch.uint8, device=place.device) for place in places
-    ]
+    buffers = [torch.empty(max(1, size), dtype=torch.uint8, device=gpu.device) for gpu in gpus]
 
-    def made() -> Iterator[Step]:
+    def generate_calls() -> Iterator[WorkerCall]:
         # Keep no local variable of a buffer: if a transfer fails, this generator stays suspended,
         # and would keep the buffer alive.
         yield "begin_transfer", {}
         # Export only after ``begin_transfer``: exported memory is freed only when the other
         # process releases it.
         handles = {
-            place.uuid: to_json((export or _exported)(buffers[index]))
-            for index, place in enumerate(places)
+            gpu.uuid: to_json((export or _export)(buffers[index]))
+            for index, gpu in enumerate(gpus)
             if parts
         }
         for names in parts:
-            for index, place in enumerate(places):
-                fill(buffers[index], names, tensors)
-                if place.device.type == "cuda":
-                    torch.cuda.synchronize(place.device)
-            yield "take_chunk", {**described(names, tensors), "handles": handles}
+            for index, gpu in enumerate(gpus):
+                fill_buffer(buffers[index], names, tensors)
+                if gpu.device.type == "cuda":
+                    torch.cuda.synchronize(gpu.device)
+            yield "take_chunk", {**describe_chunk(names, tensors), "handles": handles}
         yield "end_transfer", {"version": str(version), "names": list(tensors)}
 
     try:
-        yield made()
+        yield generate_calls()
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # these refer to the buffer being filled
         raise
@@ -221,7 +219,7 @@ def steps(
             torch.cuda.ipc_collect()
 
 
-def _exported(buffer: Tensor) -> Sequence[Any]:
+def _export(buffer: Tensor) -> Sequence[Any]:
     """Return the CUDA IPC handle of a buffer."""
     from torch.multiprocessing.reductions import reduce_tensor
 

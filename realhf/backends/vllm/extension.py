@@ -46,12 +46,12 @@ class WeightExtension:
             return {"ok": False, "error": f"{path}: {error}", "touched": False}
         try:
             model = self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue]
-            with _seen_before_packing(model) as seen:
+            with _digest_before_packing(model) as digests:
                 # vLLM's conversion from checkpoint names to kernel layouts (packed, fused,
                 # quantised).
                 self.reload_weights(weights_iterator=iter(tensors.items()))  # pyright: ignore[reportAttributeAccessIssue]
             _refresh_tied_head(model)
-            self._note(seen, tensors)
+            self._record_digests(digests, tensors)
         except Exception as error:
             return {"ok": False, "error": f"{type(error).__name__}: {error}", "touched": True}
         return {"ok": True, "version": int(version)}
@@ -74,14 +74,14 @@ class WeightExtension:
 
         def begin() -> None:
             self._leave_transfer()
-            self._let_go()
+            self._close_received_memory()
             self.init_weight_transfer_engine({"packed": True})  # pyright: ignore[reportAttributeAccessIssue]
             model = self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue]
             self.realhf_open = contextlib.ExitStack()
-            self.realhf_arrived = self.realhf_open.enter_context(_seen_before_packing(model))
+            self.realhf_arrived = self.realhf_open.enter_context(_digest_before_packing(model))
             self.start_weight_update()  # pyright: ignore[reportAttributeAccessIssue]
 
-        return self._answered(begin)
+        return self._run_and_report(begin)
 
     def take_chunk(
         self,
@@ -104,10 +104,10 @@ class WeightExtension:
                 "shapes": shapes,
                 "tensor_sizes": tensor_sizes,
             }
-            given = {uuid: from_json(parts) for uuid, parts in handles.items()}
-            self.update_weights({**chunk, "ipc_handles": given})  # pyright: ignore[reportAttributeAccessIssue]
+            own_handles = {uuid: from_json(parts) for uuid, parts in handles.items()}
+            self.update_weights({**chunk, "ipc_handles": own_handles})  # pyright: ignore[reportAttributeAccessIssue]
 
-        return self._answered(take)
+        return self._run_and_report(take)
 
     def end_transfer(self, version: str, names: list[str]) -> dict[str, Any]:
         """Activate the received weights as ``version``; ``names`` are all tensors that were
@@ -115,43 +115,42 @@ class WeightExtension:
 
         def end() -> None:
             self.finish_weight_update()  # pyright: ignore[reportAttributeAccessIssue]
-            seen = self.realhf_arrived
+            digests = self.realhf_arrived
             self._leave_transfer()
             _refresh_tied_head(self.model_runner.get_model())  # pyright: ignore[reportAttributeAccessIssue]
-            self._note(seen, names)
+            self._record_digests(digests, names)
 
-        return {**self._answered(end), "version": int(version)}
+        return {**self._run_and_report(end), "version": int(version)}
 
-    def _answered(self, run: Callable[[], None]) -> dict[str, Any]:
+    def _run_and_report(self, run: Callable[[], None]) -> dict[str, Any]:
         """Call ``run`` and return its result as a map. An error ends the transfer."""
         try:
             run()
         except Exception as error:
             self._leave_transfer()
-            self._let_go()
+            self._close_received_memory()
             return {"ok": False, "error": f"{type(error).__name__}: {error}", "touched": True}
         return {"ok": True}
 
     def _leave_transfer(self) -> None:
-        """Stop collecting digests of weights that arrive, also of a transfer that was broken
-        off."""
-        held = getattr(self, "realhf_open", None)
+        """Stop collecting digests of weights that arrive, also of a transfer that was
+        aborted."""
+        open_contexts = getattr(self, "realhf_open", None)
         self.realhf_open = None
-        if held is not None:
-            held.close()
+        if open_contexts is not None:
+            open_contexts.close()
 
-    def _let_go(self) -> None:
-        """Close the device memory of a transfer that was broken off; the trainer cannot free it
-        before."""
+    def _close_received_memory(self) -> None:
+        """Close the device memory of an aborted transfer; the trainer cannot free it before."""
         engine = getattr(self, "weight_transfer_engine", None)
         if engine is not None and engine.config.backend == "ipc":
             with contextlib.suppress(Exception):  # the first error has been reported already
                 engine.shutdown()
 
-    def _note(self, seen: Digests, names: Iterable[str]) -> None:
+    def _record_digests(self, digests: Digests, names: Iterable[str]) -> None:
         """Store the digests of the received tensors, and the names of those without a digest."""
-        now = {**seen, **self._live_digests()}
-        self.realhf_seen = seen
+        now = {**digests, **self._live_digests()}
+        self.realhf_seen = digests
         self.realhf_unproven = [name for name in names if name not in now]
 
     def weight_digests(self) -> dict[str, Any]:
@@ -171,48 +170,48 @@ class WeightExtension:
         """Return digests of the current tensors of all layers."""
         model = self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue]
         digester = TensorDigester()
-        held = Digests()
+        digests = Digests()
         for name, layer in model.named_modules():
-            held |= _digests_of(model, name, layer, digester)
-        return held
+            digests |= _digest_layer(model, name, layer, digester)
+        return digests
 
 
 @contextlib.contextmanager
-def _seen_before_packing(model: Any) -> Iterator[Digests]:
+def _digest_before_packing(model: Any) -> Iterator[Digests]:
     """Yield a map that is filled with digests of each layer's tensors just before vLLM converts
     them to the format of a kernel."""
-    seen, digester, wrapped = Digests(), TensorDigester(), []
+    digests, digester, wrapped = Digests(), TensorDigester(), []
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
         if method is None or not hasattr(method, "process_weights_after_loading"):
             continue
         process = method.process_weights_after_loading
 
-        def noted(loaded: Any, name: str = name, process: Any = process) -> Any:
-            seen.update(_digests_of(model, name, loaded, digester))
+        def digest_and_process(loaded: Any, name: str = name, process: Any = process) -> Any:
+            digests.update(_digest_layer(model, name, loaded, digester))
             return process(loaded)
 
-        method.process_weights_after_loading = noted
+        method.process_weights_after_loading = digest_and_process
         wrapped.append(method)
     try:
-        yield seen
+        yield digests
     finally:
         for method in wrapped:
             del method.process_weights_after_loading
 
 
-def _digests_of(model: Any, name: str, layer: Any, digester: TensorDigester) -> Digests:
+def _digest_layer(model: Any, name: str, layer: Any, digester: TensorDigester) -> Digests:
     """Return digests of the parameters and buffers of one layer, by their names in the
     checkpoint."""
-    found = Digests()
+    digests = Digests()
     parts = getattr(model, "packed_modules_mapping", {}).get(name.rpartition(".")[2], [])
     sizes = getattr(layer, "output_partition_sizes", [])
-    words = getattr(layer, "org_vocab_size", None)
+    vocabulary = getattr(layer, "org_vocab_size", None)
     tensors = {
         **dict(layer.named_parameters(recurse=False)),
         **dict(layer.named_buffers(recurse=False)),
     }
-    for own, tensor in tensors.items():
+    for tensor_name, tensor in tensors.items():
         if tensor.numel() == 0 or tensor.is_meta:
             continue
         if parts and len(parts) == len(sizes):
@@ -221,14 +220,14 @@ def _digests_of(model: Any, name: str, layer: Any, digester: TensorDigester) -> 
                 parts, tensor.split(sizes) if len(tensor) == sum(sizes) else [], strict=False
             )
             for part, piece in pieces:
-                found[f"{parent}.{part}.{own}"] = _row(digester, piece)
+                digests[f"{parent}.{part}.{tensor_name}"] = _to_row(digester, piece)
         else:
-            whole = tensor if words is None else tensor[:words]
-            found[f"{name}.{own}"] = _row(digester, whole)
-    return found
+            whole = tensor if vocabulary is None else tensor[:vocabulary]
+            digests[f"{name}.{tensor_name}"] = _to_row(digester, whole)
+    return digests
 
 
-def _row(digester: TensorDigester, tensor: Any) -> list[str]:
+def _to_row(digester: TensorDigester, tensor: Any) -> list[str]:
     return [str(tensor.dtype), digester.digest(tensor)]
 
 

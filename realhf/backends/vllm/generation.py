@@ -41,7 +41,13 @@ from realhf.backends.vllm.api import (
     VllmError,
     position_seed,
 )
-from realhf.backends.vllm.device_transfer import NO_COMMON_PLACE, Place, Step, common_places, steps
+from realhf.backends.vllm.device_transfer import (
+    NO_COMMON_GPU,
+    ServerGpu,
+    WorkerCall,
+    find_common_gpus,
+    transfer_calls,
+)
 from realhf.base import event_loops, process_clock
 from realhf.base.hf_config import tensor_shapes
 
@@ -51,7 +57,7 @@ Shapes = dict[str, tuple[int, ...]]
 """Shapes of tensors by name."""
 
 
-def checked(
+def check_tensors(
     tensors: Mapping[str, Tensor], expected: Shapes, *, on_host: bool = True
 ) -> dict[str, Tensor]:
     """Return the tensors in ``expected``, contiguous and, if ``on_host``, on the CPU.
@@ -77,7 +83,7 @@ def checked(
     }
 
 
-def held_by_server(answers: Sequence[Any], names: Sequence[str]) -> dict[str, HeldTensor]:
+def parse_server_digests(answers: Sequence[Any], names: Sequence[str]) -> dict[str, HeldTensor]:
     """Return the digests of the tensors of a server with a single worker; {} for several workers.
 
     ``answers`` are those of the workers to ``weight_digests``. A tensor that the server's model
@@ -85,13 +91,15 @@ def held_by_server(answers: Sequence[Any], names: Sequence[str]) -> dict[str, He
     """
     if len(answers) != 1:
         return {}
-    held = answers[0]["held"]
+    digests = answers[0]["held"]
     unproven = frozenset(answers[0].get("unproven", ()))
     proven = {
-        name: HeldTensor(dtype_tag(held[name][0]), held[name][1]) for name in names if name in held
+        name: HeldTensor(dtype_tag(digests[name][0]), digests[name][1])
+        for name in names
+        if name in digests
     }
     return proven | {
-        name: HeldTensor("", "") for name in names if name in unproven and name not in held
+        name: HeldTensor("", "") for name in names if name in unproven and name not in digests
     }
 
 
@@ -129,7 +137,7 @@ _ABORT_TIMEOUT_S = 10.0
 
 
 @dataclass
-class _Entry:
+class _VllmRequest:
     """A request that is not finished."""
 
     id: str
@@ -182,11 +190,11 @@ class VllmGenerator:
         self._pause_timeout_s = pause_timeout_s
         self._tracer = tracer or Tracer()
         self._version = version
-        self._entries: dict[int, _Entry] = {}
+        self._requests: dict[int, _VllmRequest] = {}
         self._paused = False
         self._failure: VllmError | None = None
         self._expected: Shapes | None = None
-        self._update = threading.Lock()
+        self._update_lock = threading.Lock()
         self._counts = dict.fromkeys(
             ("generated_tokens", "prefill_tokens", "reused_tokens", "busy_s"), 0.0
         )
@@ -203,7 +211,7 @@ class VllmGenerator:
         self._thread.start()
         try:
             self._model = self._call(self._connect(version), _CALL_TIMEOUT_S)
-            self._places = self._common_places()
+            self._common_gpus = self._find_common_gpus()
         except BaseException:
             self.close()
             raise
@@ -226,7 +234,7 @@ class VllmGenerator:
         """See ``StreamingGenerator``. Raises ValueError on an empty prefix or an option out of
         range."""
         check_request(request, config)
-        self._post(self._begin, _Entry("", request, config, tuple(stop_ids), done))
+        self._post(self._register, _VllmRequest("", request, config, tuple(stop_ids), done))
 
     def abort(self, slots: Sequence[int]) -> None:
         """See ``StreamingGenerator``."""
@@ -237,7 +245,7 @@ class VllmGenerator:
 
     def pause(self, timeout_s: float) -> None:
         """See ``StreamingGenerator``. A server that does not pause in time is ordered to resume."""
-        with self._update:
+        with self._update_lock:
             try:
                 self._call(self._api.pause(clear_cache=False, timeout_s=timeout_s), timeout_s)
             except BaseException:
@@ -247,7 +255,7 @@ class VllmGenerator:
 
     def resume(self) -> None:
         """Resume the server after ``pause``."""
-        with self._update:
+        with self._update_lock:
             self._call(self._api.resume(), _CALL_TIMEOUT_S)
             self._paused = False
 
@@ -258,7 +266,7 @@ class VllmGenerator:
 
         If it may then have a mixture of old and new weights, all later requests fail.
         """
-        with self._update:
+        with self._update_lock:
             if version == self._version and not again:
                 return
             if version < self._version:
@@ -266,10 +274,10 @@ class VllmGenerator:
             if self._failure is not None:
                 raise self._failure
             shapes = self._expected or {name: tuple(t.shape) for name, t in tensors.items()}
-            given = checked(tensors, shapes, on_host=not self._places)
+            checked_tensors = check_tensors(tensors, shapes, on_host=not self._common_gpus)
             with self._tracer.span(f"{WEIGHTS}/vllm", version=version):
-                self._load(version, given)
-            self._expected = {name: tuple(t.shape) for name, t in given.items()}
+                self._load(version, checked_tensors)
+            self._expected = {name: tuple(t.shape) for name, t in checked_tensors.items()}
 
     def weight_digests(self, names: Sequence[str]) -> dict[str, HeldTensor]:
         """See ``StreamingGenerator``. Raises VllmError or TimeoutError.
@@ -279,12 +287,12 @@ class VllmGenerator:
         """
         if self._model.extension != EXTENSION:
             return {}
-        with self._update:
+        with self._update_lock:
             answers = self._call(
                 self._api.on_workers("weight_digests", {}, self._update_timeout_s),
                 self._update_timeout_s,
             )
-        return held_by_server(answers, names)
+        return parse_server_digests(answers, names)
 
     def replica(self) -> None:
         """See ``StreamingGenerator``. Returns None: a server has memory for one policy only."""
@@ -297,13 +305,13 @@ class VllmGenerator:
         """
         since = self._busy_since
         busy = self._counts["busy_s"] + (process_clock.now() - since if since is not None else 0.0)
-        entries = list(self._entries.values())
-        running = sum(entry.task is not None for entry in entries)
+        requests = list(self._requests.values())
+        running = sum(entry.task is not None for entry in requests)
         return {
             **self._counts,
             "busy_s": busy,
             "running": float(running),
-            "waiting": float(len(entries) - running),
+            "waiting": float(len(requests) - running),
             "weight_pause_ms": self._weight_pause_ms,
         }
 
@@ -313,7 +321,7 @@ class VllmGenerator:
             return
         self._closed = True
         with contextlib.suppress(TimeoutError, VllmError):
-            self._call(self._shut(), _CALL_TIMEOUT_S)
+            self._call(self._end_requests(), _CALL_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CALL_TIMEOUT_S)
 
@@ -321,9 +329,9 @@ class VllmGenerator:
 
     def _load(self, version: int, tensors: dict[str, Tensor]) -> None:
         """Transfer weights by the fastest way that the server supports."""
-        if self._places:
-            with steps(version, tensors, self._places) as made:
-                self._commit(version, made)
+        if self._common_gpus:
+            with transfer_calls(version, tensors, self._common_gpus) as calls:
+                self._commit(version, calls)
             return
         if self._model.extension == EXTENSION:
             with file_in_memory(tensors) as path:
@@ -335,43 +343,43 @@ class VllmGenerator:
             # On the CPU vLLM 0.32 computes with a packed copy of the head, which its reload does
             # not update.
             raise VllmError(
-                f"{self._api.url} cannot renew a tied head: it must run with "
+                f"{self._api.url} cannot update a tied head: it must run with "
                 f"--worker-extension-cls {EXTENSION}"
             )
         with folder_on_disk(tensors) as folder:
             self._commit(version, iter([("reload_weights", {"weights_path": folder})]))
 
-    def _common_places(self) -> list[Place]:
+    def _find_common_gpus(self) -> list[ServerGpu]:
         """Return the GPUs of a server that can receive weights by CUDA IPC from this process; []
         for other servers."""
         if self._model.extension != EXTENSION or self._model.device != "cuda":
             return []
-        places = common_places(
+        gpus = find_common_gpus(
             self._call(self._api.on_workers("place", {}, _CALL_TIMEOUT_S), _CALL_TIMEOUT_S)
         )
-        if not places:
+        if not gpus:
             _log.warning(
                 "%s: weights go through the host's memory, because %s",
                 self._api.url,
-                NO_COMMON_PLACE,
+                NO_COMMON_GPU,
             )
-        return places
+        return gpus
 
-    def _commit(self, version: int, made: Iterator[Step]) -> None:
+    def _commit(self, version: int, calls: Iterator[WorkerCall]) -> None:
         """Run the update on the generator's thread. Raises VllmError if a worker rejected it."""
         limit = self._update_timeout_s + self._pause_timeout_s + _CALL_TIMEOUT_S
-        for answer in self._call(self._swap(version, made), limit):
+        for answer in self._call(self._swap_weights(version, calls), limit):
             if answer is not None and not answer["ok"]:
                 raise VllmError(
                     f"{self._api.url} did not take version {version}: {answer['error']}"
                 )
 
-    async def _swap(self, version: int, made: Iterator[Step]) -> list[Any]:
+    async def _swap_weights(self, version: int, calls: Iterator[WorkerCall]) -> list[Any]:
         """Pause sampling, replace all weights or none, and resume."""
-        began = time.monotonic()
+        start_s = time.monotonic()
         try:
             await self._api.pause(clear_cache=self._clear_cache, timeout_s=self._pause_timeout_s)
-            answers = await self._change(made)
+            answers = await self._call_workers(calls)
             if all(answer is None or answer["ok"] for answer in answers):
                 await self._api.set_version(str(version))
                 self._version = version
@@ -379,7 +387,7 @@ class VllmGenerator:
                 self._fail(VllmError(f"{self._api.url} has weights of two versions: {answers}"))
         finally:
             await self._resume_server()
-            self._weight_pause_ms = (time.monotonic() - began) * 1e3
+            self._weight_pause_ms = (time.monotonic() - start_s) * 1e3
         self._start_waiting()
         return answers
 
@@ -391,12 +399,12 @@ class VllmGenerator:
         except (VllmError, TimeoutError) as error:
             self._fail(VllmError(f"{self._api.url} does not go on after an update: {error}"))
 
-    async def _change(self, made: Iterator[Step]) -> list[Any]:
+    async def _call_workers(self, calls: Iterator[WorkerCall]) -> list[Any]:
         """Call the workers step by step; return the results of the last step, or of the first that
         a worker rejected."""
         answers: list[Any] = []
         try:
-            while (step := await asyncio.to_thread(next, made, None)) is not None:
+            while (step := await asyncio.to_thread(next, calls, None)) is not None:
                 answers = await self._api.on_workers(*step, self._update_timeout_s)
                 if any(answer is not None and not answer["ok"] for answer in answers):
                     break
@@ -407,32 +415,32 @@ class VllmGenerator:
 
     # ---- requests, on the generator's thread
 
-    def _begin(self, entry: _Entry) -> None:
+    def _register(self, entry: _VllmRequest) -> None:
         """Register a request; it starts at once, or with the first weights."""
         slot = entry.request.slot
         if self._failure is not None or self._closed:
-            self._tell(
+            self._call_done(
                 entry, self._failure or VllmError(f"the client of {self._api.url} is closed")
             )
-        elif slot in self._entries:
-            self._tell(entry, ValueError(f"generate: slot {slot} has a request already"))
+        elif slot in self._requests:
+            self._call_done(entry, ValueError(f"generate: slot {slot} has a request already"))
         else:
             self._number += 1
             entry.id = f"{self._name}-{self._number}"
-            self._entries[slot] = entry
+            self._requests[slot] = entry
             self._start_waiting()
 
     def _start_waiting(self) -> None:
         """Start all waiting requests if the server has weights."""
         if self._version < 0:
             return
-        for entry in self._entries.values():
+        for entry in self._requests.values():
             if entry.task is None:
-                entry.task = self._loop.create_task(self._play(entry))
-        if self._busy_since is None and self._entries:
+                entry.task = self._loop.create_task(self._run_request(entry))
+        if self._busy_since is None and self._requests:
             self._busy_since = process_clock.now()
 
-    async def _play(self, entry: _Entry) -> None:
+    async def _run_request(self, entry: _VllmRequest) -> None:
         """Run a request and report its result or error."""
         outcome: GenOutput | Exception
         try:
@@ -448,7 +456,7 @@ class VllmGenerator:
             outcome = self._failure or error
         self._finish(entry, outcome)
 
-    async def _exchange(self, entry: _Entry) -> GenOutput:
+    async def _exchange(self, entry: _VllmRequest) -> GenOutput:
         """Send a request to the server and return its output."""
         request = entry.request
         config = entry.config
@@ -470,46 +478,48 @@ class VllmGenerator:
         async with self._slots:
             if entry.aborted:
                 return GenOutput([], [], [], "aborted")
-            made = await self._api.generate(
+            completion = await self._api.generate(
                 entry.id, request.token_ids, params, self._request_timeout_s
             )
-        return self._output(entry, made)
+        return self._to_output(entry, completion)
 
-    def _output(self, entry: _Entry, made: Completion) -> GenOutput:
+    def _to_output(self, entry: _VllmRequest, completion: Completion) -> GenOutput:
         """Convert the server's result of a request, and update the counters."""
         if self._failure is not None:
             raise self._failure
         reason = (
-            "aborted" if made.finish_reason == "abort" and entry.aborted else made.finish_reason
+            "aborted"
+            if completion.finish_reason == "abort" and entry.aborted
+            else completion.finish_reason
         )
         if reason not in ("stop", "length", "aborted"):
             raise VllmError(
-                f"{self._api.url} ended a request of its own accord: {made.finish_reason}"
+                f"{self._api.url} ended a request that was not aborted, with the reason {completion.finish_reason}"
             )
         try:
-            versions = [int(label) for label in made.versions]
+            versions = [int(label) for label in completion.versions]
         except ValueError:
             raise VllmError(
-                f"{self._api.url} sampled with weights named by somebody else: {made.versions}"
+                f"{self._api.url} reports weights that another client has labelled: {completion.versions}"
             ) from None
-        self._counts["generated_tokens"] += len(made.token_ids)
-        self._counts["prefill_tokens"] += made.prompt_tokens - made.cached_tokens
-        self._counts["reused_tokens"] += made.cached_tokens
-        return GenOutput(made.token_ids, made.logprobs, versions, reason)
+        self._counts["generated_tokens"] += len(completion.token_ids)
+        self._counts["prefill_tokens"] += completion.prompt_tokens - completion.cached_tokens
+        self._counts["reused_tokens"] += completion.cached_tokens
+        return GenOutput(completion.token_ids, completion.logprobs, versions, reason)
 
     def _abort(self, slots: tuple[int, ...]) -> None:
         """Abort the requests of these slots."""
         for slot in slots:
-            entry = self._entries.get(slot)
+            entry = self._requests.get(slot)
             if entry is None or entry.aborted:
                 continue
             entry.aborted = True
             if entry.task is None:
                 self._finish(entry, GenOutput([], [], [], "aborted"))
             else:
-                self._spawn(self._end(entry))
+                self._spawn(self._abort_until_ended(entry))
 
-    async def _end(self, entry: _Entry) -> None:
+    async def _abort_until_ended(self, entry: _VllmRequest) -> None:
         """Repeat the abort until the request has ended: the server may not have received the
         request yet."""
         assert entry.task is not None
@@ -522,19 +532,19 @@ class VllmGenerator:
                 await self._api.abort(entry.id)
             await asyncio.wait([entry.task], timeout=_ABORT_EVERY_S)
 
-    def _finish(self, entry: _Entry, outcome: GenOutput | Exception) -> None:
+    def _finish(self, entry: _VllmRequest, outcome: GenOutput | Exception) -> None:
         """Remove a finished request and report its result."""
-        if self._entries.get(entry.request.slot) is entry:
-            del self._entries[entry.request.slot]
+        if self._requests.get(entry.request.slot) is entry:
+            del self._requests[entry.request.slot]
         if (
-            not any(other.task is not None for other in self._entries.values())
+            not any(other.task is not None for other in self._requests.values())
             and self._busy_since is not None
         ):
             self._counts["busy_s"] += process_clock.now() - self._busy_since
             self._busy_since = None
-        self._tell(entry, outcome)
+        self._call_done(entry, outcome)
 
-    def _tell(self, entry: _Entry, outcome: GenOutput | Exception) -> None:
+    def _call_done(self, entry: _VllmRequest, outcome: GenOutput | Exception) -> None:
         """Call the callback of a request; log its errors."""
         try:
             entry.done(outcome)
@@ -545,7 +555,7 @@ class VllmGenerator:
         """Fail all current and later requests with an error."""
         self._failure = error
         _log.error("%s", error)
-        for entry in list(self._entries.values()):
+        for entry in list(self._requests.values()):
             if entry.task is None:
                 self._finish(entry, error)
             else:
@@ -562,16 +572,16 @@ class VllmGenerator:
             await self._api.set_version(str(version))
         return model
 
-    async def _shut(self) -> None:
+    async def _end_requests(self) -> None:
         """End all requests and close the connections."""
-        entries = list(self._entries.values())
-        for entry in entries:
+        requests = list(self._requests.values())
+        for entry in requests:
             if entry.task is None:
                 self._finish(entry, VllmError(f"the client of {self._api.url} was closed"))
             else:
                 entry.task.cancel()
         await asyncio.gather(
-            *(entry.task for entry in entries if entry.task is not None), return_exceptions=True
+            *(entry.task for entry in requests if entry.task is not None), return_exceptions=True
         )
         await self._api.close()
 

@@ -33,11 +33,11 @@ _POLL_S = 0.1
 def main() -> None:
     """Run the command in ``sys.argv``. End its session when it ends, on SIGTERM or SIGINT, or when
     standard input closes."""
-    woken, wake = os.pipe()
+    wake_read_fd, wake_write_fd = os.pipe()
 
     def stop(signum: int, frame: FrameType | None) -> None:
         del signum, frame
-        os.write(wake, b".")
+        os.write(wake_write_fd, b".")
 
     # Install the handlers before the child starts: a guard that a signal kills in between would
     # leave the child without one.
@@ -50,9 +50,9 @@ def main() -> None:
     reporter = threading.Thread(target=_report_end, args=(child,), daemon=True)
     reporter.start()
     ready: list[int] = []
-    while woken not in ready and (0 not in ready or os.read(0, 4096)):
-        ready = select.select([0, woken], [], [])[0]
-    _end(child, reporter)
+    while wake_read_fd not in ready and (0 not in ready or os.read(0, 4096)):
+        ready = select.select([0, wake_read_fd], [], [])[0]
+    _end_command(child, reporter)
 
 
 def _die_with_guard() -> None:
@@ -63,11 +63,11 @@ def _die_with_guard() -> None:
 def _report_end(child: subprocess.Popen[bytes]) -> None:
     """Wait for the command, end the rest of its session, and exit with its exit status."""
     code = child.wait()
-    _clear(child.pid)
+    _end_session(child.pid)
     os._exit(code if code >= 0 else 128 - code)
 
 
-def _end(child: subprocess.Popen[bytes], reporter: threading.Thread) -> None:
+def _end_command(child: subprocess.Popen[bytes], reporter: threading.Thread) -> None:
     """Signal the command to end its processes, then kill it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
@@ -75,7 +75,7 @@ def _end(child: subprocess.Popen[bytes], reporter: threading.Thread) -> None:
         reporter.join(_GRACE_S)
 
 
-def _clear(group: int) -> None:
+def _end_session(group: int) -> None:
     """End the remaining processes of a session. Python's resource trackers ignore SIGTERM until
     they have unlinked shared memory, so they get some time before SIGKILL."""
     deadline = time.monotonic() + _GRACE_S / 2

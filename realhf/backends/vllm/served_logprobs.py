@@ -73,22 +73,26 @@ class ServedLogprobInterface:
         lengths = np.asarray(sample.lengths("packed_input_ids").values).tolist()
         ids = [part.tolist() for part in sample["packed_input_ids"].cpu().split(lengths)]
         masks = [part[1:].bool() for part in sample["loss_mask"].cpu().split(lengths)]
-        asked = [number for number, mask in enumerate(masks) if bool(mask.any())]
-        found = event_loops.run(self._all([ids[number] for number in asked], model.tokenizer))
+        requested = [number for number, mask in enumerate(masks) if bool(mask.any())]
+        logprobs = event_loops.run(
+            self._request_all([ids[number] for number in requested], model.tokenizer)
+        )
         out = [torch.zeros(len(mask)) for mask in masks]
-        for number, values in zip(asked, found, strict=True):
+        for number, values in zip(requested, logprobs, strict=True):
             out[number] = torch.where(masks[number], torch.tensor(values), 0.0)
         less_one = [
             [length - 1 for length in inner] for inner in sample.seqlens["packed_input_ids"]
         ]
-        made = SequenceSample.from_tensors(
+        result = SequenceSample.from_tensors(
             sample.ids,
             {"teacher_logprobs": torch.cat(out) if out else torch.zeros(0)},
             {"teacher_logprobs": less_one},
         )
-        return made, {"n_tokens": float(sum(len(ids[number]) for number in asked))}
+        return result, {"n_tokens": float(sum(len(ids[number]) for number in requested))}
 
-    async def _all(self, sequences: Sequence[Sequence[int]], tokenizer: Any) -> list[list[float]]:
+    async def _request_all(
+        self, sequences: Sequence[Sequence[int]], tokenizer: Any
+    ) -> list[list[float]]:
         """Return the log-probabilities of all sequences, requested concurrently."""
         token = (
             Path(self._token_file).expanduser().read_text(encoding="utf-8").strip()
@@ -107,8 +111,10 @@ class ServedLogprobInterface:
                 ) as http,
                 asyncio.TaskGroup() as group,
             ):
-                self._name = self._name or await self._first_model(http)
-                tasks = [group.create_task(self._one(http, ids, tokenizer)) for ids in sequences]
+                self._name = self._name or await self._fetch_first_model(http)
+                tasks = [
+                    group.create_task(self._request_one(http, ids, tokenizer)) for ids in sequences
+                ]
         except TimeoutError:
             raise TimeoutError(
                 f"teacher.url={self._url}: no answer about all {len(sequences)} sequences within "
@@ -119,9 +125,9 @@ class ServedLogprobInterface:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _first_model(self, http: httpx.AsyncClient) -> str:
+    async def _fetch_first_model(self, http: httpx.AsyncClient) -> str:
         """Return the name of the first model that the server lists."""
-        answer = await self._sent(http, "GET", "/v1/models")
+        answer = await self._request_json(http, "GET", "/v1/models")
         try:
             return str(answer["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
@@ -129,17 +135,19 @@ class ServedLogprobInterface:
                 f"teacher.url={self._url}: /v1/models lists no model; set teacher.model"
             ) from None
 
-    async def _one(
+    async def _request_one(
         self, http: httpx.AsyncClient, ids: Sequence[int], tokenizer: Any
     ) -> list[float]:
         """Return the log-probability of every token except the first."""
         body = {"model": self._name, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0}
         body |= {"prompt_logprobs": 0, "echo": True, "logprobs": 1}
-        answer = await self._sent(http, "POST", "/v1/completions", json=body)
+        answer = await self._request_json(http, "POST", "/v1/completions", json=body)
         try:
             choice = answer["choices"][0]
             rows = choice.get("prompt_logprobs")
-            texts, values = _of_rows(rows, ids) if rows else _of_echo(choice["logprobs"], len(ids))
+            texts, values = (
+                _parse_rows(rows, ids) if rows else _parse_echo(choice["logprobs"], len(ids))
+            )
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise RuntimeError(
                 f"teacher.url={self._url}: the answer holds no log-probabilities of the {len(ids)} "
@@ -148,57 +156,63 @@ class ServedLogprobInterface:
                 f"or echo and logprobs"
             ) from None
         if not self._compared:
-            self._compare(ids[1:], texts, tokenizer)
+            self._compare_texts(ids[1:], texts, tokenizer)
         return values
 
-    def _compare(self, ids: Sequence[int], texts: Sequence[str | None], tokenizer: Any) -> None:
+    def _compare_texts(
+        self, ids: Sequence[int], texts: Sequence[str | None], tokenizer: Any
+    ) -> None:
         """Raise ValueError if the server's text of a token differs from that of the actor's
         tokenizer. Only tokens that are words in both are compared, because many servers write parts
         of characters and special tokens differently."""
-        for number, theirs in zip(ids, texts, strict=True):
-            mine = tokenizer.decode([number], clean_up_tokenization_spaces=False).strip()
-            other = (theirs or "").translate(_SPACES).strip()
-            if all(word.isascii() and word.isalnum() for word in (mine, other)):
+        for number, raw_text in zip(ids, texts, strict=True):
+            own_text = tokenizer.decode([number], clean_up_tokenization_spaces=False).strip()
+            server_text = (raw_text or "").translate(_SPACES).strip()
+            if all(word.isascii() and word.isalnum() for word in (own_text, server_text)):
                 self._compared = True
-                if mine != other:
+                if own_text != server_text:
                     raise ValueError(
-                        f"teacher.url={self._url}: the token {number} is {other[:40]!r} there and "
-                        f"{mine[:40]!r} in the "
+                        f"teacher.url={self._url}: the token {number} is {server_text[:40]!r} there and "
+                        f"{own_text[:40]!r} in the "
                         "actor's tokenizer; the teacher reads the actor's tokens, so it must have "
                         "the same tokenizer"
                     )
 
-    async def _sent(self, http: httpx.AsyncClient, verb: str, path: str, **fields: Any) -> Any:
+    async def _request_json(
+        self, http: httpx.AsyncClient, verb: str, path: str, **fields: Any
+    ) -> Any:
         """Return the JSON of a response; retry temporary errors."""
-        failed = ""
+        problem = ""
         for pause_s in (*_PAUSES_S, None):
             try:
                 answer = await http.request(verb, f"{self._url}{path}", **fields)
                 if not answer.is_error:
                     return answer.json()
-                failed = f"answered {answer.status_code}: {answer.text[:300]}"
+                problem = f"answered {answer.status_code}: {answer.text[:300]}"
                 if not answer.is_server_error and answer.status_code != _BUSY:
                     break
             except httpx.HTTPError as error:
-                failed = f"{type(error).__name__} {error}"
+                problem = f"{type(error).__name__} {error}"
             except ValueError:
-                failed = "answered what is no JSON"
+                problem = "the answer is not JSON"
                 break
             if pause_s is not None:
                 await asyncio.sleep(pause_s)
-        raise RuntimeError(f"teacher.url={self._url}{path}: {failed}")
+        raise RuntimeError(f"teacher.url={self._url}{path}: {problem}")
 
 
-def _of_rows(rows: Sequence[Any], ids: Sequence[int]) -> tuple[list[str | None], list[float]]:
+def _parse_rows(rows: Sequence[Any], ids: Sequence[int]) -> tuple[list[str | None], list[float]]:
     """Return texts and log-probabilities from ``prompt_logprobs``: a map from ids to their entries
     for each token of the prompt, except the first."""
     if len(rows) != len(ids):
         raise ValueError(f"{len(rows)} rows")
-    said = [row[str(number)] for row, number in zip(rows[1:], ids[1:], strict=True)]
-    return [each.get("decoded_token") for each in said], [float(each["logprob"]) for each in said]
+    entries = [row[str(number)] for row, number in zip(rows[1:], ids[1:], strict=True)]
+    return [entry.get("decoded_token") for entry in entries], [
+        float(entry["logprob"]) for entry in entries
+    ]
 
 
-def _of_echo(logprobs: Any, count: int) -> tuple[list[str | None], list[float]]:
+def _parse_echo(logprobs: Any, count: int) -> tuple[list[str | None], list[float]]:
     """Return texts and log-probabilities of an echoed prompt of ``count`` tokens, which a sampled
     token may follow."""
     texts = logprobs["tokens"]

@@ -24,10 +24,10 @@ _POLL_S = 0.25
 """Seconds between checks whether the server is ready."""
 _STOP_TIMEOUT_S = 20.0
 """Seconds that the server has to stop before it is killed."""
-_OF_MEMORY = re.compile(r"gpu.memory.utilization|out of memory|cache blocks", re.IGNORECASE)
+_OOM_PATTERN = re.compile(r"gpu.memory.utilization|out of memory|cache blocks", re.IGNORECASE)
 """Pattern of vLLM's last output if it found too little memory. Some of these messages name an
 option of vLLM, so the option of this package is added."""
-_WORDS = 3000
+_LOG_END_CHARS = 3000
 """Number of characters at the end of the log that are reported if the server fails."""
 
 
@@ -81,12 +81,12 @@ class VllmServer:
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        imports = _imports(log.parent / "vllm_imports")
+        imports = _make_import_folder(log.parent / "vllm_imports")
         command = [
             sys.executable,
             "-m",
             "realhf.backends.vllm.guard",
-            *_command(str(executable), str(model), port, options),
+            *_build_command(str(executable), str(model), port, options),
         ]
         with log.open("ab") as output:
             self.process = subprocess.Popen(
@@ -94,7 +94,7 @@ class VllmServer:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=_environment(options, imports),
+                env=_build_environment(options, imports),
                 start_new_session=True,
             )
 
@@ -103,41 +103,41 @@ class VllmServer:
         TimeoutError or RuntimeError with the end of its log."""
         deadline = process_clock.now() + timeout_s
         body = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "detokenize": False}}
-        said = "nothing"
+        last_answer = "nothing"
         try:
             with httpx.Client(base_url=self.url, trust_env=False) as http:
-                while (left := deadline - process_clock.now()) > 0:
-                    if failure := self.failure():
+                while (left_s := deadline - process_clock.now()) > 0:
+                    if failure := self.describe_failure():
                         raise RuntimeError(failure)
                     try:
-                        answer = http.post("/inference/v1/generate", json=body, timeout=left)
+                        answer = http.post("/inference/v1/generate", json=body, timeout=left_s)
                         if answer.is_success:
                             return
-                        said = f"{answer.status_code} {answer.text[:300]}"
+                        last_answer = f"{answer.status_code} {answer.text[:300]}"
                     except httpx.HTTPError as error:
-                        said = type(error).__name__
+                        last_answer = type(error).__name__
                     time.sleep(_POLL_S)
             raise TimeoutError(
                 f"the vLLM server at {self.url} is not up within {timeout_s:g} s (last answer: "
-                f"{said}): "
-                f"{self._last_words()}"
+                f"{last_answer}): "
+                f"{self._read_log_end()}"
             )
         except BaseException:
             self.stop()
             raise
 
-    def failure(self) -> str | None:
+    def describe_failure(self) -> str | None:
         """Return why the server ended, with the end of its log; None while it runs."""
         code = self.process.poll()
         if code is None:
             return None
-        words = self._last_words()
+        log_end = self._read_log_end()
         advice = (
             "; engine.gpu_memory_utilization is its share of the GPU"
-            if _OF_MEMORY.search(words)
+            if _OOM_PATTERN.search(log_end)
             else ""
         )
-        return f"the vLLM server at {self.url} ended (code {code}): {words}{advice}"
+        return f"the vLLM server at {self.url} ended (code {code}): {log_end}{advice}"
 
     def stop(self) -> None:
         """End the server and all of its processes. A second call does nothing."""
@@ -161,12 +161,12 @@ class VllmServer:
     ) -> None:
         self.stop()
 
-    def _last_words(self) -> str:
+    def _read_log_end(self) -> str:
         """Return the end of the server's log."""
-        return self._log.read_text(encoding="utf-8", errors="replace")[-_WORDS:]
+        return self._log.read_text(encoding="utf-8", errors="replace")[-_LOG_END_CHARS:]
 
 
-def _command(executable: str, model: str, port: int, options: VllmOptions) -> Sequence[str]:
+def _build_command(executable: str, model: str, port: int, options: VllmOptions) -> Sequence[str]:
     """Return the command line of a server."""
     # In the order of the options: log-probabilities after the temperature, as a trainer computes
     # them; no sampling defaults from the model's folder; token ids as input and output; a report
@@ -204,7 +204,7 @@ def _command(executable: str, model: str, port: int, options: VllmOptions) -> Se
     return [*command, *options.arguments]
 
 
-def _imports(folder: Path) -> Path:
+def _make_import_folder(folder: Path) -> Path:
     """Return a folder with only this package, for the server's import path. The server's
     environment has its own packages, and other packages next to this one must not replace them."""
     folder.mkdir(exist_ok=True)
@@ -214,9 +214,9 @@ def _imports(folder: Path) -> Path:
     return folder
 
 
-def _environment(options: VllmOptions, imports: Path) -> dict[str, str]:
+def _build_environment(options: VllmOptions, imports: Path) -> dict[str, str]:
     """Return the environment variables of a server."""
-    more = {
+    variables = {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -224,5 +224,5 @@ def _environment(options: VllmOptions, imports: Path) -> dict[str, str]:
         "PYTHONPATH": str(imports.resolve()),
     }
     if options.threads is not None:
-        more["OMP_NUM_THREADS"] = str(options.threads)
-    return {**os.environ, **more}
+        variables["OMP_NUM_THREADS"] = str(options.threads)
+    return {**os.environ, **variables}

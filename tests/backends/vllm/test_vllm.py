@@ -33,23 +33,23 @@ from realhf.backends.vllm import device_transfer, generation
 from realhf.backends.vllm import guard as vllm_guard
 from realhf.backends.vllm.api import VllmError, position_seed
 from realhf.backends.vllm.device_transfer import (
-    Place,
-    chunks,
-    common_places,
-    described,
-    fill,
+    ServerGpu,
+    describe_chunk,
+    fill_buffer,
+    find_common_gpus,
     from_json,
-    steps,
+    split_chunks,
     to_json,
+    transfer_calls,
 )
 from realhf.backends.vllm.extension import WeightExtension
 from realhf.backends.vllm.generation import (
     EXTENSION,
     VllmGenerator,
-    checked,
+    check_tensors,
     file_in_memory,
     folder_on_disk,
-    held_by_server,
+    parse_server_digests,
 )
 from realhf.backends.vllm.server import VllmServer
 from realhf.base.hf_config import tensor_shapes
@@ -185,7 +185,7 @@ def test_weights_are_checked_by_name_and_shape(tmp_path: Path):
     expected = tensor_shapes(tmp_path)
     assert expected == {"a": (2, 3), "b.weight": (2,)} and tensor_shapes(tmp_path / "none") == {}
     strided = torch.zeros(3, 2).t()
-    given = checked({**TENSORS, "a": strided, "lm_head.weight": torch.ones(9)}, expected)
+    given = check_tensors({**TENSORS, "a": strided, "lm_head.weight": torch.ones(9)}, expected)
     assert given.keys() == expected.keys() and given["a"].is_contiguous()
     for wrong, word in (
         ({"a": TENSORS["a"]}, "b.weight"),
@@ -193,7 +193,7 @@ def test_weights_are_checked_by_name_and_shape(tmp_path: Path):
         ({**TENSORS, "a": TENSORS["a"].t()}, r"a has shape \(3, 2\)"),
     ):
         with pytest.raises(ValueError, match=word):
-            checked(wrong, expected)
+            check_tensors(wrong, expected)
 
 
 def test_weights_can_be_read_while_they_are_offered_and_not_after():
@@ -313,14 +313,14 @@ def tensors() -> dict[str, Tensor]:
 @pytest.mark.parametrize("most", [1, 64, 100, 1 << 20])
 def test_chunks_fit_the_buffer_and_every_tensor_its_alignment(most: int) -> None:
     given = tensors()
-    parts = chunks(given, most)
+    parts = split_chunks(given, most)
     assert sorted(name for part in parts for name in part) == sorted(given)
     for part in parts:
         sizes = [given[name].nbytes for name in part]
         assert sum(sizes) <= most or len(part) == 1
         buffer = torch.full((sum(sizes),), 255, dtype=torch.uint8)
-        fill(buffer, part, given)
-        told = described(part, given)
+        fill_buffer(buffer, part, given)
+        told = describe_chunk(part, given)
         assert told["tensor_sizes"] == sizes
         pieces = zip(
             buffer.split(told["tensor_sizes"]),
@@ -333,7 +333,7 @@ def test_chunks_fit_the_buffer_and_every_tensor_its_alignment(most: int) -> None
             assert torch.equal(piece.view(getattr(torch, dtype)).view(shape), given[name]), (
                 "as the server reads it"
             )
-    assert chunks({}) == []
+    assert split_chunks({}) == []
 
 
 class Model(torch.nn.Module):
@@ -405,12 +405,14 @@ def exporting(worker: Worker) -> Callable[[Tensor], Sequence[Any]]:
 def test_a_worker_takes_the_chunks_and_says_what_it_holds() -> None:
     worker = Worker()
     given = tensors()
-    with steps(4, given, [Place(CPU, "GPU-1")], most=40, export=exporting(worker)) as made:
+    with transfer_calls(
+        4, given, [ServerGpu(CPU, "GPU-1")], max_bytes=40, export=exporting(worker)
+    ) as made:
         for method, arguments in made:
             answer = getattr(worker, method)(**json.loads(json.dumps(arguments)))
             assert answer["ok"], answer
     assert answer == {"ok": True, "version": 4}
-    assert worker.calls == ["init", "start", *["update"] * len(chunks(given, 40)), "finish"]
+    assert worker.calls == ["init", "start", *["update"] * len(split_chunks(given, 40)), "finish"]
     told = worker.weight_digests()
     expected = {
         n: d
@@ -426,7 +428,9 @@ def test_a_worker_takes_the_chunks_and_says_what_it_holds() -> None:
 def test_a_worker_that_fails_half_way_says_so_and_can_begin_anew() -> None:
     worker = Worker()
     worker.broken = 2
-    with steps(4, tensors(), [Place(CPU, "GPU-1")], most=40, export=exporting(worker)) as made:
+    with transfer_calls(
+        4, tensors(), [ServerGpu(CPU, "GPU-1")], max_bytes=40, export=exporting(worker)
+    ) as made:
         found = [
             getattr(worker, method)(**arguments) for method, arguments in itertools.islice(made, 3)
         ]
@@ -436,7 +440,7 @@ def test_a_worker_that_fails_half_way_says_so_and_can_begin_anew() -> None:
         "handles are read, not run"
     )
     worker.broken = -1
-    with steps(5, tensors(), [Place(CPU, "GPU-1")], export=exporting(worker)) as made:
+    with transfer_calls(5, tensors(), [ServerGpu(CPU, "GPU-1")], export=exporting(worker)) as made:
         assert all(getattr(worker, method)(**arguments)["ok"] for method, arguments in made)
 
 
@@ -455,7 +459,9 @@ def test_a_transfer_that_breaks_off_gives_its_buffer_back_at_once(how: str) -> N
     calls: list[Iterator[device_transfer.Step]] = []
     failures: list[BaseException] = []
     try:
-        with steps(4, given, [Place(CPU, "GPU-1")], most=40, export=export) as made:
+        with transfer_calls(
+            4, given, [ServerGpu(CPU, "GPU-1")], max_bytes=40, export=export
+        ) as made:
             calls.append(made)
             next(made)
             assert not buffers, "nothing is handed out before the server has agreed"
@@ -478,20 +484,20 @@ def test_a_transfer_that_breaks_off_gives_its_buffer_back_at_once(how: str) -> N
 
 def test_a_server_is_on_our_gpus_or_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     here = {"uuid": "b", "transfer": True}
-    assert common_places([here]) == [], "no GPU"
+    assert find_common_gpus([here]) == [], "no GPU"
     assert WeightExtension().place() == {"uuid": None, "transfer": False}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="ab"[index])
     )
-    assert common_places([here]) == [Place(torch.device("cuda", 1), "b")]
+    assert find_common_gpus([here]) == [ServerGpu(torch.device("cuda", 1), "b")]
     assert [
-        place.uuid for place in common_places([here, {"uuid": "a", "transfer": True}, here])
+        place.uuid for place in find_common_gpus([here, {"uuid": "a", "transfer": True}, here])
     ] == ["b", "a"]
     for other in ({"uuid": "c", "transfer": True}, {"uuid": "b", "transfer": False}, None, {}):
-        assert common_places([here, other]) == []
-    assert common_places([]) == []
+        assert find_common_gpus([here, other]) == []
+    assert find_common_gpus([]) == []
 
 
 @pytest.mark.slow
@@ -505,13 +511,13 @@ def test_a_tensor_that_no_layer_has_under_its_name_is_not_said_to_be_held(tmp_pa
         "count",
         "gate.weight",
     ]
-    found = held_by_server([told], names)
+    found = parse_server_digests([told], names)
     assert [found[name].proven for name in names] == [True, False]
     assert found["norm.weight"].digest == digests(given)["norm.weight"]
-    assert held_by_server([told, told], names) == {}
+    assert parse_server_digests([told, told], names) == {}
 
     asked = SimpleNamespace(
-        weight_digests=lambda names: held_by_server([worker.weight_digests()], names)
+        weight_digests=lambda names: parse_server_digests([worker.weight_digests()], names)
     )
     held = HeldWeights(asked)  # pyright: ignore[reportArgumentType]
     slots = tuple(
@@ -538,8 +544,8 @@ def test_an_engine_on_the_servers_gpu_sends_no_file(
     worker = Worker()
     served.answers |= started(device="cuda", extension=EXTENSION)
     served.workers = [worker]
-    monkeypatch.setattr(generation, "common_places", lambda asked: [Place(CPU, "GPU-1")])
-    monkeypatch.setattr(device_transfer, "_exported", exporting(worker))
+    monkeypatch.setattr(generation, "find_common_gpus", lambda asked: [ServerGpu(CPU, "GPU-1")])
+    monkeypatch.setattr(device_transfer, "_export", exporting(worker))
     monkeypatch.setattr(generation, "file_in_memory", None)
     with closing(VllmGenerator(served.url)) as engine:
         engine.load_weights(3, tensors())
@@ -554,6 +560,6 @@ def test_an_engine_on_the_servers_gpu_sends_no_file(
             engine.load_weights(4, tensors())
         with pytest.raises(VllmError, match="weights of two versions"):
             engine.load_weights(5, tensors())
-    monkeypatch.setattr(generation, "common_places", lambda asked: [])
+    monkeypatch.setattr(generation, "find_common_gpus", lambda asked: [])
     VllmGenerator(served.url).close()
     assert "weights go through the host's memory" in caplog.text
