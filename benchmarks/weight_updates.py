@@ -28,7 +28,7 @@ from realhf.api.calls import TRIAL_CHANGE, TRIAL_RESTORE, ProbeRequest
 from realhf.backends.embedded.continuous_batching import ContinuousGenerator
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.base.tensor_digest import digests
-from realhf.dataflow.weight_proof import SHORT_PREFIX, HeldWeights, WeightProbe, WeightTrial
+from realhf.dataflow.weight_proof import SHORT_PREFIX, EngineWeightDigests, WeightProbe, WeightTrial
 from realhf.transport.weights import WeightPublisher, receive
 
 Seconds = dict[str, list[float]]
@@ -58,7 +58,7 @@ class Update:
         self.trainer = TorchEngine(model, None)
         self.engine = ContinuousGenerator(copy.deepcopy(model), version=-1)
         self.publisher = WeightPublisher("benchmark", "trainer", folder)
-        self.trial, self.held = WeightTrial(), HeldWeights(self.engine)
+        self.trial, self.held = WeightTrial(), EngineWeightDigests(self.engine)
         self.probe = WeightProbe(self.engine, list(range(5, 5 + SHORT_PREFIX)), "recompute")
 
     def timed(self, name: str, step: Callable[[], Any]) -> Any:
@@ -81,9 +81,9 @@ class Update:
         )
         received = receive(manifest, 30.0)
         if not trial:
-            self.timed("engine digests before", self.held.changed)
+            self.timed("engine digests before", self.held.find_changed)
         self.timed("copy", lambda: self.engine.load_weights(version, received, again=trial > 0))
-        self.timed("engine digests after", lambda: self.held.after(manifest, received))
+        self.timed("engine digests after", lambda: self.held.digest_after_load(manifest, received))
 
     def self_test(self, version: int) -> None:
         """Run the self-test that a run performs at its start, after its first update."""

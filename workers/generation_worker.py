@@ -36,7 +36,7 @@ from realhf.api.trace import WEIGHTS
 from realhf.backends.streaming_engines import longest_sequence, make_streaming_generator
 from realhf.backends.training.tokenizer_loading import load_tokenizer
 from realhf.base.process import settle
-from realhf.dataflow.weight_proof import HeldWeights, WeightProbe, probe_ids
+from realhf.dataflow.weight_proof import EngineWeightDigests, WeightProbe, probe_ids
 from realhf.monitor.trace import open_trace
 from realhf.rollout.generation_client import build_answer, build_request
 from realhf.transport.network import LOOPBACK, Network
@@ -223,7 +223,7 @@ class GenerationWorker:
             )
         )
         self._gate = VersionGate(lambda: self._engine.version)
-        self._held = HeldWeights(self._engine)
+        self._held = EngineWeightDigests(self._engine)
         policy = spec.options.kv_policy
         prefix = probe_ids(tokenizer, model.engine.name, policy, longest_sequence(model))
         self._probe = WeightProbe(self._engine, prefix, policy)
@@ -300,14 +300,14 @@ class GenerationWorker:
         with self._tracer.span(f"{WEIGHTS}/stage", version=manifest.version):
             tensors = receive(manifest, self._plan.rpc.control_timeout_s, network=self._network)
         staged_at = time.perf_counter()
-        changed = [] if manifest.trial else self._held.changed()
+        changed = [] if manifest.trial else self._held.find_changed()
         checked_at = time.perf_counter()
         with self._tracer.span(f"{WEIGHTS}/load", version=manifest.version):
             self._engine.load_weights(manifest.version, tensors, again=manifest.trial > 0)
         self._gate.open()
         loaded_at = time.perf_counter()
         with self._tracer.span(f"{WEIGHTS}/digest", version=manifest.version):
-            held = self._held.after(manifest, tensors)
+            held = self._held.digest_after_load(manifest, tensors)
         digest_s = checked_at - staged_at + time.perf_counter() - loaded_at
         stage_ms = 1000 * (staged_at - started_at)
         pause_ms = 1000 * (loaded_at - checked_at)

@@ -115,7 +115,7 @@ class MasterWorker:
             on_join=self._on_worker_joined,
             on_left=lambda name, reason: self._on_worker_gone(name, reason, left=True),
         )
-        self._checkpoints = CheckpointStore.of_run(self._spec.run_dir, keep=plan.exp_ctrl.keep)
+        self._checkpoints = CheckpointStore.for_run(self._spec.run_dir, keep=plan.exp_ctrl.keep)
         # Workers that the launcher restarts when they die: the master goes on waiting for them.
         self._replaceable = (
             {"env/0", *plan.spec.rollout.workers} if plan.spec.rollout else set[str]()
@@ -362,7 +362,7 @@ class MasterWorker:
         await self._wait_for_evaluation()
         await self._evaluate(self._executor.next_step, last=True)
         await self._wait_for_evaluation()
-        await self._steps.pause()
+        await self._steps.drain()
 
     async def _train_steps(self, done: int, total: int) -> None:
         checkpoint_due = False
@@ -498,7 +498,7 @@ class MasterWorker:
         )
         episodes = [text for stats in report.stats.values() for text in stats.get("episodes", [])]
         metrics |= await self._steps.step_metrics(report)
-        episodes += self._steps.episodes(report)
+        episodes += self._steps.list_transcripts(report)
         metrics |= self._loads.figures(self._rpc.loads())
         self._log.step(step, public_names(metrics, **self._named_calls), episodes)
         for call in report.calls:
@@ -512,7 +512,7 @@ class MasterWorker:
         cancelled."""
         shown: dict[str, Any] = {}
         while True:
-            if sections := await self._steps.live():
+            if sections := await self._steps.collect_live_metrics():
                 self._events.emit("rollouts", **sections)
             running = [
                 name
@@ -628,7 +628,7 @@ class MasterWorker:
 
     def _is_evaluating(self) -> bool:
         """Return whether an evaluation in parallel with training is being played or recorded."""
-        return self._steps.evaluating or (
+        return self._steps.is_evaluating or (
             self._recording is not None and not self._recording.done()
         )
 
@@ -667,7 +667,7 @@ class MasterWorker:
         )
 
     async def _checkpoint(self, step: int) -> None:
-        await self._steps.before_checkpoint()
+        await self._steps.prepare_checkpoint()
         state = {
             "executor": self._executor.state_dict(),
             "wall_seconds": self._wall_seconds(),
@@ -679,13 +679,13 @@ class MasterWorker:
             files = await self._roles.save(draft)
             await self._steps.save(step, draft)
         except Exception as error:
-            raise self._checkpoints.failed(step, draft, error) from error
+            raise self._checkpoints.abandon(step, draft, error) from error
         folder = await asyncio.to_thread(self._checkpoints.commit, step, draft, state, files)
         self._saved_step = step
         await asyncio.gather(
             *(self._ask(worker, COMMITTED, Nothing()) for worker in self._roles.workers)
         )
-        await self._steps.checkpointed(step, folder.name)
+        await self._steps.checkpoint_committed(step, folder.name)
 
     async def _restore(self, checkpoint: Checkpoint) -> None:
         self._events.emit("phase", text=f"restoring the checkpoint of step {checkpoint.step}")
@@ -725,7 +725,7 @@ class MasterWorker:
     async def _finish(self) -> None:
         self._log.phase("exporting the policy")
         await self._export()
-        self._steps.end()
+        self._steps.record_end()
         summary = await asyncio.to_thread(
             self._log.finish,
             wall_seconds=self._wall_seconds(),

@@ -107,7 +107,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             figures = runner.run(Simulation(plan, args).measure())
         say("... auditing the journal")
         tally = audit_folder(plan.spec.run_dir / "journal")
-        return {**figures, "audit": {**asdict(tally), "balanced": tally.balanced}}
+        return {**figures, "audit": {**asdict(tally), "balanced": tally.is_balanced}}
     except BaseException:
         for log in folder.rglob("*.log"):
             if log.parent.name != "journal":

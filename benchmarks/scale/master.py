@@ -341,8 +341,8 @@ class Simulation:
             await self._rollouts.publish(self._step)
             await self._rollouts.step_metrics(report)
             if self._step % self._plan.exp_ctrl.ckpt_freq_steps == 0:
-                await self._rollouts.before_checkpoint()
-                await self._rollouts.checkpointed(self._step, f"step-{self._step}")
+                await self._rollouts.prepare_checkpoint()
+                await self._rollouts.checkpoint_committed(self._step, f"step-{self._step}")
         return steps
 
     async def _window(self, executor: FunctionExecutor, number: int) -> dict[str, float]:

@@ -45,7 +45,7 @@ noticed."""
 SUMMARY = "summary.json"
 """File of a run folder that only a finished run has; the last step of such a run has a
 checkpoint."""
-BEGIN_ANEW = "begin anew with recover_mode=disabled, which deletes what the run has"
+START_OVER = "start over with recover_mode=disabled, which deletes the files of the run"
 """Advice at the end of the errors."""
 
 _NAME = re.compile(r"ckpt-(\d+)(?:-(\d+))?")
@@ -96,19 +96,19 @@ class CheckpointStore:
         self._damaged: set[Path] = set()
 
     @classmethod
-    def of_run(cls, run_dir: Path, keep: int = 2) -> CheckpointStore:
+    def for_run(cls, run_dir: Path, keep: int = 2) -> CheckpointStore:
         """Return the store of a run folder."""
         return cls(run_dir / FOLDER, keep, record=run_dir / RECORD, evidence=[run_dir / SUMMARY])
 
     def begin(self, step: int) -> Path:
         """Create an empty temporary folder for the checkpoint of ``step``, which other processes
-        may fill, and return it. Raises the error that ``failed`` returns."""
+        may fill, and return it. Raises the error that ``abandon`` returns."""
         draft = self.folder / f"{_name(step)}.tmp"
         try:
             self.discard(draft)
             draft.mkdir(parents=True)
         except OSError as error:
-            raise self.failed(step, draft, error) from error
+            raise self.abandon(step, draft, error) from error
         return draft
 
     def commit(
@@ -117,7 +117,7 @@ class CheckpointStore:
         """Make the filled folder the latest checkpoint and return its final path.
 
         ``saved`` are the files in it that their writers have synced and hashed; all others are
-        synced and hashed here. Raises the error that ``failed`` returns, also for a file that is
+        synced and hashed here. Raises the error that ``abandon`` returns, also for a file that is
         missing or does not have its reported size.
         """
         try:
@@ -141,11 +141,11 @@ class CheckpointStore:
                     synced=True,
                 )
         except OSError as error:
-            raise self.failed(step, draft, error) from error
+            raise self.abandon(step, draft, error) from error
         self._prune(final)
         return final
 
-    def failed(self, step: int, draft: Path, error: BaseException) -> BaseException:
+    def abandon(self, step: int, draft: Path, error: BaseException) -> BaseException:
         """Remove the temporary folder and return the error to raise.
 
         This is a CheckpointError if the disk is the cause (full, read-only), here or in another
@@ -158,7 +158,7 @@ class CheckpointStore:
         return CheckpointError(
             f"checkpoint of step {step} was not written to {self.folder}: "
             f"{reason[0].lower()}{reason[1:]}; earlier "
-            "checkpoints are intact. When the disk takes more again, the same trial_name goes on "
+            "checkpoints are intact. When the disk can be written again, the same trial_name continues "
             "(exp_ctrl.keep=1 "
             "keeps one checkpoint, monitor.rollouts=0 records no rollouts)"
         )
@@ -177,15 +177,15 @@ class CheckpointStore:
         """
         defects: list[str] = []
         for path in self._candidates():
-            reason = self._read(_find_defect, path)
-            if reason is None:
+            defect = self._read(_find_defect, path)
+            if defect is None:
                 state = self._read(_read_state, path)
                 return Checkpoint(
                     _order(path)[0], path, state, tuple(self._warnings(path, defects))
                 )
-            _log.warning("checkpoint %s is not valid (%s); trying the one before", path, reason)
+            _log.warning("checkpoint %s is not valid (%s); trying the one before", path, defect)
             self._damaged.add(path)
-            defects.append(f"{path.name} ({reason})")
+            defects.append(f"{path.name} ({defect})")
         self._check_never_any(defects)
         return None
 
@@ -197,10 +197,10 @@ class CheckpointStore:
         """
         defects: list[str] = []
         for path in self._candidates():
-            reason = self._read(_find_rough_defect, path)
-            if reason is None:
+            defect = self._read(_find_rough_defect, path)
+            if defect is None:
                 return _order(path)[0], self._read(_read_state, path)
-            defects.append(f"{path.name} ({reason})")
+            defects.append(f"{path.name} ({defect})")
         self._check_never_any(defects)
         return None
 
@@ -211,14 +211,14 @@ class CheckpointStore:
             raise CheckpointError(
                 f"{self.folder} holds checkpoints and none can be used: {'; '.join(defects)}. "
                 f"Nothing was changed; put "
-                f"back what is missing, or {BEGIN_ANEW}"
+                f"back what is missing, or {START_OVER}"
             )
         evidence = next((path for path in self._evidence if os.path.lexists(path)), None)
         if evidence is not None:
             raise CheckpointError(
                 f"{self.folder} holds no checkpoint, though the run has made one ({evidence} is "
                 f"there). Nothing was "
-                f"changed; put its checkpoints back, or {BEGIN_ANEW}"
+                f"changed; put its checkpoints back, or {START_OVER}"
             )
 
     def _read(self, read: Callable[[Path], T], path: Path) -> T:
@@ -232,26 +232,26 @@ class CheckpointStore:
             return read(path)
         except OSError as error:
             raise CheckpointError(
-                f"{error.filename or path} cannot be read: {error.strerror or error}; this says "
-                f"nothing of the "
-                f"checkpoint {path.name}, so nothing was changed. Run again when it can be read, "
-                f"or {BEGIN_ANEW}"
+                f"{error.filename or path} cannot be read: {error.strerror or error}; whether "
+                f"the checkpoint {path.name} is intact is unknown, so nothing was changed. Run again "
+                f"when it can be read, "
+                f"or {START_OVER}"
             ) from error
 
     def _warnings(self, path: Path, defects: Sequence[str]) -> Iterator[str]:
         if defects:
-            kept = ", ".join(f"{defect.partition(' ')[0]}{DAMAGED}" for defect in defects)
+            renamed = ", ".join(f"{defect.partition(' ')[0]}{DAMAGED}" for defect in defects)
             yield (
                 f"the run goes on from the checkpoint of step {_order(path)[0]}, because later "
                 f"ones cannot be used: "
-                f"{'; '.join(defects)}. The next checkpoint puts them aside as {kept}, which you "
+                f"{'; '.join(defects)}. The next checkpoint puts them aside as {renamed}, which you "
                 f"may delete"
             )
         elif (latest_name := self._read_latest()) != path.name:
             yield (
                 f"{self.folder / LATEST} does not name the newest checkpoint ({latest_name}); the "
                 f"run goes on from "
-                f"{path.name}, whose every byte is as written"
+                f"{path.name}, whose files were all verified"
             )
 
     def _read_latest(self) -> str:
@@ -271,8 +271,7 @@ class CheckpointStore:
         ]
         if paths and (self.folder / LATEST).is_dir():
             raise CheckpointError(
-                f"{self.folder / LATEST} is a folder, and a file is wanted; remove it, or "
-                f"{BEGIN_ANEW}"
+                f"{self.folder / LATEST} is a folder instead of a file; remove it, or {START_OVER}"
             )
         return sorted(paths, key=_order, reverse=True)
 
@@ -326,7 +325,7 @@ def _files(folder: Path) -> list[Path]:
     )
 
 
-def saved_file(path: Path) -> SavedFile:
+def sync_and_hash(path: Path) -> SavedFile:
     """Sync a file that was just written, and return its size in bytes and its hash."""
     sync(path)
     return SavedFile(str(path), path.stat().st_size, _sha256(path))

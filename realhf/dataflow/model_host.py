@@ -63,7 +63,7 @@ from realhf.api.trace import GENERATE, NO_RECORDER, REF, TRAIN, RolloutRecorder,
 from realhf.base.files import disk_blamed, whole_folder, write_whole
 from realhf.base.tensor_digest import SCHEME, digests, joint_digest
 from realhf.dataflow.best_policy import HELD_OUT_FILE
-from realhf.dataflow.checkpoint import saved_file
+from realhf.dataflow.checkpoint import sync_and_hash
 from realhf.dataflow.model_function_call import WrongReply, check_keys
 from realhf.registry import interfaces as interface_registry
 from realhf.transport.codec import encode_sample
@@ -186,7 +186,7 @@ class ModelHost:
         self._fetch_timeout_s = fetch_timeout_s
         self._dataset = dataset
         self._tracer = tracer or Tracer()
-        self._given_up = given_up
+        self._is_cancelled = given_up
         self._addressed = addressed
         self._recorder = recorder
         self._lock = threading.Lock()
@@ -246,9 +246,9 @@ class ModelHost:
 
     def call(self, request: CallRequest) -> CallAnswer:
         """Run one model function call."""
-        with self._working_on(request.ids):
+        with self._track_samples(request.ids):
             mfc, interface = self._interfaces[request.mfc]
-            model = self._model(request.role)
+            model = self._get_model(request.role)
             started_at = time.perf_counter()
             sample = self._load_inputs(mfc, request)
             fetched_at = time.perf_counter()
@@ -288,10 +288,10 @@ class ModelHost:
         """
         if group is None:
             return contextlib.nullcontext()
-        return self._ranks(role).together(f"{role}, group call {group.no}")
+        return self._get_group(role).together(f"{role}, group call {group.no}")
 
-    def _ranks(self, role: str) -> Group:
-        ranks = getattr(self._model(role).engine, "ranks", None)
+    def _get_group(self, role: str) -> Group:
+        ranks = getattr(self._get_model(role).engine, "ranks", None)
         if ranks is None:
             raise RuntimeError(f"{role}: its backend computes on one worker only")
         return ranks
@@ -301,14 +301,14 @@ class ModelHost:
         again."""
         with self._join_group(request.role, request.group):
             here = request.everywhere or request.group.rank == 0
-            self._model(request.role).engine.gather(here=here)  # pyright: ignore[reportAttributeAccessIssue]
+            self._get_model(request.role).engine.gather(here=here)  # pyright: ignore[reportAttributeAccessIssue]
         return Nothing()
 
     def abort(self, request: AbortRequest) -> Nothing:
         """Abort the computations of this worker with other ranks. Thread-safe."""
         for role in self._models:
             if getattr(self._models[role].engine, "ranks", None) is not None:
-                self._ranks(role).abort(request.reason)
+                self._get_group(role).abort(request.reason)
         return Nothing()
 
     def _store_outputs(
@@ -385,12 +385,12 @@ class ModelHost:
             kind: [self._addressed(url) for url in urls] for kind, urls in request.endpoints.items()
         }
         self._progress = EpisodeCount()
-        recorder = self._recorder_of(request)
+        recorder = self._choose_recorder(request)
         return CallContext(
             request.step, request.seed, mb_spec, self._run_dir, endpoints, recorder, self._progress
         )
 
-    def _recorder_of(self, request: CallRequest | EvaluateRequest) -> RolloutRecorder:
+    def _choose_recorder(self, request: CallRequest | EvaluateRequest) -> RolloutRecorder:
         """Return the recorder for rank 0, and for other ranks one that computes the same but writes
         nothing."""
         group = request.group if isinstance(request, CallRequest) else None
@@ -400,7 +400,7 @@ class ModelHost:
             else RolloutRecorder(self._recorder.keeps)
         )
 
-    def _model(self, role: str) -> Model:
+    def _get_model(self, role: str) -> Model:
         if role not in self._models:
             raise KeyError(
                 f"this worker has no model role {role!r} (it has {', '.join(sorted(self._models))})"
@@ -410,7 +410,7 @@ class ModelHost:
     def engine(self, role: str, version: int) -> Engine:
         """Return the engine of a role. Raises RuntimeError unless its weights are of policy version
         ``version``."""
-        engine = self._model(role).engine
+        engine = self._get_model(role).engine
         if engine.version != version:
             raise RuntimeError(
                 f"{role} has weights of version {engine.version}, not of version {version}"
@@ -424,7 +424,7 @@ class ModelHost:
         rows that the metadata names."""
         import torch
 
-        with self._working_on(request.ids):
+        with self._track_samples(request.ids):
             ids = request.ids
             values = request.values
             tensors = {
@@ -450,7 +450,7 @@ class ModelHost:
         return Nothing()
 
     @contextlib.contextmanager
-    def _working_on(self, ids: Sequence[str]) -> Iterator[None]:
+    def _track_samples(self, ids: Sequence[str]) -> Iterator[None]:
         """Return the context of a call on samples, which frees at its end those that were cleared
         during the call.
 
@@ -463,7 +463,7 @@ class ModelHost:
         try:
             # A clear before this point did not know the samples of this call, but the cancellation
             # came before it.
-            if self._given_up():
+            if self._is_cancelled():
                 raise CallCancelled("cancelled as it began")
             yield
         finally:
@@ -493,7 +493,7 @@ class ModelHost:
             build = interface_registry.get(request.interface)
             self._evaluators[key] = build(**request.interface_args)
         context = self._build_context(request, MicroBatchSpec())
-        model = self._model(request.role)
+        model = self._get_model(request.role)
         evaluator = self._evaluators[key]
         return EvaluateAnswer(evaluator.evaluate(model, request.args, context))
 
@@ -502,13 +502,13 @@ class ModelHost:
         files: list[Path] = []
         for role, folder in ((role, Path(text)) for role, text in request.roles.items()):
             folder.mkdir(parents=True, exist_ok=True)
-            engine = self._model(role).engine
+            engine = self._get_model(role).engine
             with disk_blamed(folder):
                 written = engine.save_checkpoint(folder)
                 if written is None:  # the engine trains alone, so the folder is all its own
                     write_digests(folder, engine, stored_weights(engine))
                     written = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-                elif self._ranks(role).number == 0:
+                elif self._get_group(role).number == 0:
                     written = [*written, *_write_group_digests(folder, engine)]
             files += written
         states = {
@@ -518,7 +518,7 @@ class ModelHost:
         folder = Path(request.folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / INTERFACE_STATE).write_text(json.dumps(states))
-        return SaveAnswer([saved_file(path) for path in [*files, folder / INTERFACE_STATE]])
+        return SaveAnswer([sync_and_hash(path) for path in [*files, folder / INTERFACE_STATE]])
 
     def restore(self, request: CheckpointRequest) -> Nothing:
         """Read what ``save`` wrote on this or another worker: calls may have moved between workers
@@ -527,7 +527,7 @@ class ModelHost:
         Raises ValueError if the restored weights differ from the saved ones.
         """
         for role, folder in request.roles.items():
-            engine = self._model(role).engine
+            engine = self._get_model(role).engine
             engine.load_checkpoint(Path(folder))
             check_digests(Path(folder), engine)
         own = Path(request.folder)
@@ -565,7 +565,7 @@ class ModelHost:
 
         The folder is created or replaced atomically, so an existing folder is complete.
         """
-        engine = self._model(request.role).engine
+        engine = self._get_model(request.role).engine
         with whole_folder(Path(request.folder)) as folder:
             engine.export_hf(folder)
             write_digests(folder, engine)
@@ -639,11 +639,11 @@ def _split_result(mfc: MFCDef, result: Any) -> tuple[SequenceSample | None, Mapp
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], SequenceSample):
             return result
         raise WrongReply(
-            f"{mfc.name}: {mfc.interface_type.value} answered with a {type(result).__name__}"
+            f"{mfc.name}: {mfc.interface_type.value} returned a {type(result).__name__}"
         )
     if not isinstance(result, Mapping):
         raise WrongReply(
-            f"{mfc.name}: {mfc.interface_type.value} answered with a {type(result).__name__}"
+            f"{mfc.name}: {mfc.interface_type.value} returned a {type(result).__name__}"
         )
     return None, result
 

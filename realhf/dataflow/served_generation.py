@@ -18,11 +18,11 @@ from realhf.api.generation import StreamingGenerator, WeightsManifest
 from realhf.api.model import Engine, GenOutput, GenRequest
 from realhf.base import process_clock
 from realhf.dataflow.weight_proof import (
-    HeldWeights,
+    EngineWeightDigests,
     WeightProbe,
     WeightTrial,
     WrongWeights,
-    check_held,
+    check_engine_weights,
     find_probe_error,
 )
 from realhf.transport.weights import layout
@@ -50,7 +50,7 @@ class ServedGeneration:
         self._name = name
         self._timeout_s = timeout_s
         self._context_limit = context_limit
-        self._held = HeldWeights(served)
+        self._weight_digests = EngineWeightDigests(served)
         self._probe = WeightProbe(served, list(probe), "recompute")
         self._self_test_passed = False
 
@@ -125,13 +125,15 @@ class ServedGeneration:
     def _load(self, version: int, trial: int = 0) -> str:
         """Load the trainer's current weights and return their digest. Raises WrongWeights."""
         before = self._served.version
-        changed = [] if trial else self._held.changed()
+        changed = [] if trial else self._weight_digests.find_changed()
         tensors = self._trainer.weights()
         slots, nbytes = layout(tensors)
         manifest = WeightsManifest(version, "memory", "here", nbytes, "", slots, trial)
         self._served.load_weights(version, tensors, again=trial > 0)
-        held = self._held.after(manifest, tensors)
-        check_held(self._name, manifest, UpdateWeightsAnswer(0.0, 0.0, 0.0, held, changed), before)
+        held = self._weight_digests.digest_after_load(manifest, tensors)
+        check_engine_weights(
+            self._name, manifest, UpdateWeightsAnswer(0.0, 0.0, 0.0, held, changed), before
+        )
         return manifest.digest
 
     def _run_self_test(self, version: int, digest: str) -> None:

@@ -211,7 +211,8 @@ class SourceLoader(StepLoader):
         if meta is None or missing:
             key = ", ".join(sorted(missing))
             raise ValueError(
-                f"the source gave sample {item.id!r} without key {key!r}, nor has {self._worker} it"
+                f"the source gave sample {item.id!r} without key {key!r}, and the dataset of "
+                f"{self._worker} does not provide it either"
             )
         return meta
 
@@ -278,40 +279,40 @@ class StepSource:
         return False
 
     @property
-    def evaluating(self) -> bool:
+    def is_evaluating(self) -> bool:
         """Whether an evaluation is being played in parallel with training."""
         return False
 
     async def wait_for_evaluation(self) -> None:
         """Wait until no evaluation is being played."""
 
-    async def pause(self) -> None:
+    async def drain(self) -> None:
         """Finish the samples in progress and start no new ones."""
 
     async def step_metrics(self, report: StepReport) -> dict[str, float]:
         """Return the metrics about the making of a step's samples."""
         return {}
 
-    def episodes(self, report: StepReport) -> list[str]:
+    def list_transcripts(self, report: StepReport) -> list[str]:
         """Return the transcripts that the samples of a step carry."""
         return []
 
-    async def live(self) -> Mapping[str, Mapping[str, float]]:
+    async def collect_live_metrics(self) -> Mapping[str, Mapping[str, float]]:
         """Return the metrics that the display shows between steps: {section: {name: value}}; {} for
         none."""
         return {}
 
-    async def before_checkpoint(self) -> None:
+    async def prepare_checkpoint(self) -> None:
         """Make durable what the checkpoint will refer to."""
 
     async def save(self, completed_steps: int, folder: Path) -> None:
         """Write the state that a resumed run needs into the folder of a checkpoint. Raises
         OSError."""
 
-    async def checkpointed(self, completed_steps: int, folder: str) -> None:
+    async def checkpoint_committed(self, completed_steps: int, folder: str) -> None:
         """Handle that a checkpoint has become valid."""
 
-    def end(self) -> None:
+    def record_end(self) -> None:
         """Record that the run has ended."""
 
     async def close(self) -> None:

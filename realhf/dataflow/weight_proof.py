@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class HeldWeights:
+class EngineWeightDigests:
     """Digests of the weights of one engine across updates. Not thread-safe: use it in the thread
     that loads weights."""
 
@@ -43,7 +43,7 @@ class HeldWeights:
         self._sent: dict[str, str] = {}
         """Digests of the tensors of the last update, by name."""
 
-    def changed(self) -> list[ChangedTensor]:
+    def find_changed(self) -> list[ChangedTensor]:
         """Return the tensors that have changed since the last update."""
         proven = {name: tensor for name, tensor in self._held.items() if tensor.proven}
         if not proven:
@@ -55,14 +55,14 @@ class HeldWeights:
             if name not in now or now[name].digest != before.digest
         ]
 
-    def after(
+    def digest_after_load(
         self, manifest: WeightsManifest, tensors: Mapping[str, Tensor]
     ) -> dict[str, HeldTensor] | None:
         """Return the tensors that the engine holds after it has loaded ``tensors``; None if it
         cannot tell.
 
         A self-test changes only a few tensors: the digests of the others are reused here, and
-        ``changed`` computes them before the next update.
+        ``find_changed`` computes them before the next update.
         """
         import torch
 
@@ -70,18 +70,18 @@ class HeldWeights:
         unchanged = {
             s.name for s in manifest.slots if s.name in known and self._sent.get(s.name) == s.digest
         }
-        held = self._engine.weight_digests(
+        engine_tensors = self._engine.weight_digests(
             [slot.name for slot in manifest.slots if slot.name not in unchanged]
         )
-        held |= {name: known[name] for name in unchanged}
-        self._held = held
+        engine_tensors |= {name: known[name] for name in unchanged}
+        self._held = engine_tensors
         self._sent = {slot.name: slot.digest for slot in manifest.slots}
-        if not held and manifest.slots:
+        if not engine_tensors and manifest.slots:
             return None
         digester = TensorDigester()
-        answer = dict(held)
+        answer = dict(engine_tensors)
         for slot in manifest.slots:
-            tensor = held.get(slot.name)
+            tensor = engine_tensors.get(slot.name)
             if tensor is not None and tensor.proven and tensor.dtype != slot.dtype:
                 # The engine keeps another dtype: add the digest that the sent tensor has after this
                 # conversion.
@@ -106,7 +106,7 @@ class WrongWeights(RuntimeError):
     not of the policy."""
 
 
-def check_held(
+def check_engine_weights(
     worker: str, manifest: WeightsManifest, answer: UpdateWeightsAnswer, before: int
 ) -> None:
     """Raise WrongWeights if an engine does not hold the tensors of the manifest, or its previous
@@ -124,13 +124,19 @@ def check_held(
         return
     wrong: list[str] = []
     for slot in manifest.slots:
-        held = answer.held.get(slot.name)
-        if held is not None and not held.proven:
-            continue  # cannot be checked; ``WeightRecord.held`` counts it and warns
-        expected = slot.digest if held is None or held.dtype == slot.dtype else held.expected
-        if held is None or held.digest != expected:
-            found = "nothing of that name" if held is None else f"{held.digest} ({held.dtype})"
-            wrong.append(f"{slot.name} should have digest {expected}, found {found}")
+        reported = answer.held.get(slot.name)
+        if reported is not None and not reported.proven:
+            continue  # cannot be checked; ``WeightRecord.record_loaded`` counts it and warns
+        expected = (
+            slot.digest if reported is None or reported.dtype == slot.dtype else reported.expected
+        )
+        if reported is None or reported.digest != expected:
+            actual = (
+                "nothing of that name"
+                if reported is None
+                else f"{reported.digest} ({reported.dtype})"
+            )
+            wrong.append(f"{slot.name} should have digest {expected}, found {actual}")
     if wrong:
         share = _share(len(wrong), manifest)
         raise WrongWeights(
@@ -193,12 +199,12 @@ def find_probe_error(
     return ""
 
 
-def _mean_distance(one: Probe, other: Probe) -> float:
+def _mean_distance(first: Probe, second: Probe) -> float:
     """Return the mean absolute difference of the log-probabilities of two probes; infinity if their
     tokens differ."""
-    if one.token_ids != other.token_ids:
+    if first.token_ids != second.token_ids:
         return math.inf
-    return fmean(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))
+    return fmean(abs(a - b) for a, b in zip(first.logprobs, second.logprobs, strict=True))
 
 
 WEIGHTS_FILE = "weights.jsonl"
@@ -233,7 +239,7 @@ class WeightRecord:
         if self._path.exists() and not self._path.read_bytes().endswith(b"\n"):
             self._path.open("a").write("\n")  # the process was killed while it wrote the last line
 
-    def published(self, manifest: WeightsManifest) -> None:
+    def record_published(self, manifest: WeightsManifest) -> None:
         """Record the publication of a version. A repetition of the last one, as by the self-test,
         is left out."""
         if (manifest.version, manifest.digest) == self._last:
@@ -256,12 +262,14 @@ class WeightRecord:
             nbytes=manifest.nbytes,
         )
 
-    def unpublished(self, version: int) -> None:
+    def record_unpublished(self, version: int) -> None:
         """Record that a checkpoint holds a version that was not published, because the run
         stops."""
         self._write(event="unpublished", version=version)
 
-    def held(self, worker: str, manifest: WeightsManifest, answer: UpdateWeightsAnswer) -> None:
+    def record_loaded(
+        self, worker: str, manifest: WeightsManifest, answer: UpdateWeightsAnswer
+    ) -> None:
         """Record that an engine has loaded a version, with the digest of the tensors that it can
         report."""
         if answer.held is not None:
@@ -273,18 +281,16 @@ class WeightRecord:
             self._write(event="held", **row, **({"unproven": len(unproven)} if unproven else {}))
             if unproven:
                 count = f"{len(unproven)} of {len(manifest.slots)} tensors, e.g. {unproven[0]}"
-                self._warn_once(
-                    worker, f"the engine of {worker} cannot tell what it holds of {count}"
-                )
+                self._warn_once(worker, f"the engine of {worker} cannot report digests of {count}")
             return
-        self._warn_once(worker, f"the engine of {worker} cannot tell which weights it holds")
+        self._warn_once(worker, f"the engine of {worker} cannot report which weights it has")
 
     def _warn_once(self, worker: str, text: str) -> None:
         if worker not in self._warned:
             self._warned.add(worker)
-            self._warn(f"{text}; the self-test alone speaks for it")
+            self._warn(f"{text}; only the self-test checks them")
 
-    def proven(self, version: int, workers: list[str]) -> None:
+    def record_self_test(self, version: int, workers: list[str]) -> None:
         """Record that workers have passed the self-test."""
         self._write(event="self-test", version=version, engines=workers)
 
@@ -408,7 +414,7 @@ class WeightTrial:
         if trial == 0 and not self._changed:
             return [], []
         if trial == TRIAL_CHANGE and not self._changed:
-            self._changed = _one_of_each_shape(tensors)
+            self._changed = _choose_one_per_shape(tensors)
             self.names = self._changed
             self._roll(engine, tensors, 1)
             own = engine.weights()
@@ -419,11 +425,11 @@ class WeightTrial:
         if trial != TRIAL_RESTORE or not self._changed:
             raise RuntimeError(f"step {trial} of a self-test of weight updates, out of turn")
         in_place = self._in_place
-        before = [_scores(engine, probe) for probe in probes] if in_place else []
+        before = [_compute_logprobs(engine, probe) for probe in probes] if in_place else []
         if in_place:
             self._roll(engine, tensors, -1)
         self._changed = []
-        return before, [_scores(engine, probe) for probe in probes] if in_place else []
+        return before, [_compute_logprobs(engine, probe) for probe in probes] if in_place else []
 
     def _roll(self, engine: Engine, tensors: Mapping[str, Tensor], by: int) -> None:
         """Change the selected weights (``by`` 1) or restore them (``by`` -1)."""
@@ -438,7 +444,7 @@ class WeightTrial:
             adapters.restore()
 
 
-def _one_of_each_shape(tensors: Mapping[str, Tensor]) -> list[str]:
+def _choose_one_per_shape(tensors: Mapping[str, Tensor]) -> list[str]:
     last = {
         tuple(t.shape): name
         for name, t in tensors.items()
@@ -455,7 +461,7 @@ def _roll_tensors(tensors: Mapping[str, Tensor], names: Sequence[str], by: int) 
             tensors[name].copy_(tensors[name].roll(by, 0))
 
 
-def _scores(engine: Engine, probe: Probe) -> list[float]:
+def _compute_logprobs(engine: Engine, probe: Probe) -> list[float]:
     """Return the log-probabilities of a probe's sampled tokens by the engine's own forward pass."""
     import torch
 

@@ -138,7 +138,9 @@ async def ask_all(
         for worker, payload in zip(workers, payloads, strict=True)
     ]
     try:
-        if (failed := await first_failure(caller, workers, futures, together=together)) is not None:
+        if (
+            failed := await wait_for_first_failure(caller, workers, futures, together=together)
+        ) is not None:
             raise failed
         return [future.result() for future in futures]
     finally:
@@ -146,7 +148,7 @@ async def ask_all(
             future.cancel()
 
 
-async def first_failure(
+async def wait_for_first_failure(
     caller: RpcMaster,
     workers: Sequence[str],
     futures: Sequence[asyncio.Future[Any]],
@@ -169,8 +171,8 @@ async def first_failure(
             if not future.done()
         ]
         await asyncio.wait([*futures, *aborts], timeout=ABORT_S)
-        for each in aborts:
-            each.cancel()
+        for abort in aborts:
+            abort.cancel()
     failures = _find_failures(workers, futures)
     return min(failures, key=lambda failed: is_consequence(failed.cause)) if failures else None
 
@@ -196,11 +198,11 @@ def check_agreement(stats: Sequence[Mapping[str, Any]], workers: Sequence[str]) 
         for name in sorted({*stats[0], *others}):
             first = stats[0].get(name)
             other = others.get(name)
-            if not name.endswith(DURATION) and not _same(first, other):
+            if not name.endswith(DURATION) and not _is_close(first, other):
                 raise RanksDiffer(f"{name} is {first} on {workers[0]} and {other} on {worker}")
 
 
-def _same(first: Any, other: Any) -> bool:
+def _is_close(first: Any, other: Any) -> bool:
     if isinstance(first, float) and isinstance(other, float):
         both_nan = math.isnan(first) and math.isnan(other)
         return both_nan or math.isclose(first, other, rel_tol=TOLERANCE, abs_tol=1e-9)
@@ -256,13 +258,12 @@ class Roles:
         hosts = {name: info.host for name, info in roster.items()}
         several_hosts = len({(info.host, info.machine) for info in roster.values()}) > 1
         if several_hosts and not self._trusted:
-            on = ", ".join(f"{name} on {host}" for name, host in hosts.items())
+            worker_hosts = ", ".join(f"{name} on {host}" for name, host in hosts.items())
             raise RuntimeError(
                 f"workers that train together must be on one host (and in one network); they are "
-                f"{on}. What they send "
-                "each other is neither encrypted nor authenticated: say network.trusted=true where "
-                "nobody but the run "
-                "is on the network between them"
+                f"{worker_hosts}. What they send "
+                "each other is neither encrypted nor authenticated: set network.trusted=true if "
+                "only the run uses the network between them"
             )
         world = token = ""
         if members:
@@ -332,26 +333,28 @@ class Roles:
         ]
 
     def _build_request(self, worker: str, folder: Path) -> CheckpointRequest:
-        own = folder / worker.replace("/", "-")
+        own_folder = folder / worker.replace("/", "-")
         roles = {}
         for role, model in self._spec.models.items():
             if model.trainable and worker in self.workers_of(role):
-                usual = folder / role if model.parallel.size > 1 else own / role
-                roles[role] = str(usual if usual.is_dir() else role_folder(folder, role) or usual)
-        return CheckpointRequest(roles, str(own))
+                default = folder / role if model.parallel.size > 1 else own_folder / role
+                roles[role] = str(
+                    default if default.is_dir() else find_role_folder(folder, role) or default
+                )
+        return CheckpointRequest(roles, str(own_folder))
 
 
-def role_folder(checkpoint: Path, role: str) -> Path | None:
+def find_role_folder(checkpoint: Path, role: str) -> Path | None:
     """Return the folder of a role in a checkpoint; None if it has none.
 
     It is below the folder of the worker that trained the role or, if several did, directly in the
     checkpoint.
     """
     shared = checkpoint / role
-    own = [
+    own_folders = [
         folder for folder in sorted(checkpoint.glob(f"model_worker-*/{role}")) if folder.is_dir()
     ]
-    return shared if shared.is_dir() else next(iter(own), None)
+    return shared if shared.is_dir() else next(iter(own_folders), None)
 
 
 def _worker_name(index: int) -> str:

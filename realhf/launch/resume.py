@@ -72,7 +72,7 @@ def check_resume(config: ExperimentConfig, effective: Sequence[str] = ()) -> Res
     if config.recover_mode is RecoverMode.disabled:
         return None
     try:
-        newest = CheckpointStore.of_run(folder).newest()
+        newest = CheckpointStore.for_run(folder).newest()
     except CheckpointError as error:
         raise ConfigError(f"trial_name={config.trial_name}: {error}") from None
     if newest is None and not any(map(_has_content, (folder / "journal", folder / "trajectory"))):

@@ -214,7 +214,7 @@ def running(network: Lan, folder: Path, policy: Path) -> Iterator[ClusterRun]:
 def check_books(run: ClusterRun, steps: int) -> None:
     """Every sample was trained once, and none too late."""
     tally = run.tally()
-    assert tally.ended and tally.complete and tally.balanced, tally
+    assert tally.ended and tally.complete and tally.is_balanced, tally
     assert (tally.steps, tally.outstanding, tally.accepted) == (steps, 0, 0), tally
     assert tally.head_staleness_max <= STALENESS, tally
     assert len(run.rows()) == steps

@@ -99,6 +99,6 @@ def test_an_asynchronous_run_receives_samples_on_both_hosts(tmp_path: Path, tiny
         assert list(logs.glob("payload-*.log"))
         cluster.ended(RUN_S)
         tally = cluster.tally()
-    assert tally.ended and tally.balanced and tally.complete, tally
+    assert tally.ended and tally.is_balanced and tally.complete, tally
     assert (tally.steps, tally.accepted, tally.outstanding) == (2 * STEPS, 0, 0), tally
     assert tally.head_staleness_max <= STALENESS

@@ -17,5 +17,5 @@ def save(
     try:
         write(draft)
     except BaseException as error:
-        raise store.failed(step, draft, error) from error
+        raise store.abandon(step, draft, error) from error
     return store.commit(step, draft, state)

@@ -183,7 +183,7 @@ def test_what_cannot_be_read_now_is_not_damaged(
 def test_checkpoints_that_are_gone_are_missed(tmp_path: Path) -> None:
     """A run that was killed before its first checkpoint has none, and one that has made one is told
     apart from it."""
-    store = CheckpointStore.of_run(tmp_path)
+    store = CheckpointStore.for_run(tmp_path)
     assert store.latest() is None
     store.begin(1)
     assert store.latest() is None

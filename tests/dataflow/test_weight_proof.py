@@ -27,7 +27,7 @@ from realhf.dataflow.weight_proof import (
     WeightRecord,
     WeightTrial,
     WrongWeights,
-    check_held,
+    check_engine_weights,
     find_probe_error,
     probe_ids,
 )
@@ -42,8 +42,8 @@ def answer(held: dict[str, HeldTensor] | None, *changed: ChangedTensor) -> Updat
 
 
 def test_an_engine_that_holds_the_weights_also_in_another_type_passes() -> None:
-    check_held("generation/0", MANIFEST, answer(GOOD), 2)
-    check_held("generation/0", MANIFEST, answer(None), 2)
+    check_engine_weights("generation/0", MANIFEST, answer(GOOD), 2)
+    check_engine_weights("generation/0", MANIFEST, answer(None), 2)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_difference_names_engine_version_tensor_and_both_digests(
     with pytest.raises(
         WrongWeights, match=f"generation/0 does not hold the weights of version 3: {text}"
     ):
-        check_held("generation/0", MANIFEST, answer(held), 2)
+        check_engine_weights("generation/0", MANIFEST, answer(held), 2)
 
 
 def test_weights_that_changed_between_two_updates_are_found_at_the_next_though_it_is_right_again() -> (
@@ -77,7 +77,7 @@ def test_weights_that_changed_between_two_updates_are_found_at_the_next_though_i
     with pytest.raises(
         WrongWeights, match=r"generation/1: b changed while version 2 was in use: .* d-b and is d-z"
     ):
-        check_held("generation/1", MANIFEST, answer(GOOD, changed), 2)
+        check_engine_weights("generation/1", MANIFEST, answer(GOOD, changed), 2)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -88,12 +88,14 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 def test_the_digest_of_every_version_and_who_held_it_is_written_down(tmp_path: Path) -> None:
     warned: list[str] = []
     record = WeightRecord(tmp_path, warned.append)
-    record.published(MANIFEST)
-    record.held("generation/0", MANIFEST, answer({"a": GOOD["a"], "b": HeldTensor("f32", "d-b")}))
-    record.published(MANIFEST)
-    record.proven(3, ["generation/0"])
+    record.record_published(MANIFEST)
+    record.record_loaded(
+        "generation/0", MANIFEST, answer({"a": GOOD["a"], "b": HeldTensor("f32", "d-b")})
+    )
+    record.record_published(MANIFEST)
+    record.record_self_test(3, ["generation/0"])
     for _ in range(2):
-        record.held("generation/1", MANIFEST, answer(None))
+        record.record_loaded("generation/1", MANIFEST, answer(None))
     assert rows(tmp_path) == [
         {
             "event": "published",
@@ -105,20 +107,20 @@ def test_the_digest_of_every_version_and_who_held_it_is_written_down(tmp_path: P
         {"event": "held", "version": 3, "digest": MANIFEST.digest, "engine": "generation/0"},
         {"event": "self-test", "version": 3, "engines": ["generation/0"]},
     ]
-    assert len(warned) == 1 and "generation/1 cannot tell" in warned[0]
+    assert len(warned) == 1 and "generation/1 cannot report" in warned[0]
 
 
 def test_what_an_engine_cannot_prove_passes_and_is_counted_with_a_warning(tmp_path: Path) -> None:
     warned: list[str] = []
     record = WeightRecord(tmp_path, warned.append)
     held = {"a": GOOD["a"], "b": HeldTensor("", "")}
-    check_held("generation/0", MANIFEST, answer(held), 2)
+    check_engine_weights("generation/0", MANIFEST, answer(held), 2)
     for _ in range(2):
-        record.held("generation/0", MANIFEST, answer(held))
+        record.record_loaded("generation/0", MANIFEST, answer(held))
     digest = joint_digest({"a": "d-a"})
     row = {"event": "held", "version": 3, "digest": digest, "engine": "generation/0", "unproven": 1}
     assert rows(tmp_path) == [row, row]
-    assert len(warned) == 1 and "cannot tell what it holds of 1 of 2 tensors, e.g. b;" in warned[0]
+    assert len(warned) == 1 and "cannot report digests of 1 of 2 tensors, e.g. b;" in warned[0]
 
 
 def test_a_version_that_a_run_did_not_publish_before_it_stopped_is_not_missed(
@@ -127,8 +129,8 @@ def test_a_version_that_a_run_did_not_publish_before_it_stopped_is_not_missed(
     """A run that went on after Ctrl-C in a training call warned that its weights could not be
     compared."""
     record = WeightRecord(tmp_path, lambda _: None)
-    record.published(MANIFEST)
-    record.unpublished(4)
+    record.record_published(MANIFEST)
+    record.record_unpublished(4)
     warned: list[str] = []
     for step in (3, 4):
         WeightRecord(tmp_path, warned.append, completed_steps=step)
@@ -141,13 +143,13 @@ def test_a_run_that_goes_on_with_other_weights_than_it_published_is_warned_of(
     tmp_path: Path,
 ) -> None:
     other = replace(MANIFEST, slots=SLOTS[:1])
-    WeightRecord(tmp_path, lambda _: None).published(MANIFEST)
+    WeightRecord(tmp_path, lambda _: None).record_published(MANIFEST)
     with (tmp_path / WEIGHTS_FILE).open("a") as file:
         file.write('{"event": "published", "version"')  # a kill tore the last line
     warned: list[str] = []
-    WeightRecord(tmp_path, warned.append).published(MANIFEST)
+    WeightRecord(tmp_path, warned.append).record_published(MANIFEST)
     assert warned == []
-    WeightRecord(tmp_path, warned.append).published(other)
+    WeightRecord(tmp_path, warned.append).record_published(other)
     assert len(warned) == 1 and MANIFEST.digest in warned[0] and other.digest in warned[0]
     assert (tmp_path / WEIGHTS_FILE).read_text().count('"published"') == 4
 

@@ -324,7 +324,7 @@ def resume(folder: Path, config: ExperimentConfig, *, asynchronous: bool) -> Out
 
 
 def _master(folder: Path, config: ExperimentConfig, asynchronous: bool, outcome: Outcome) -> None:
-    checkpoint = CheckpointStore.of_run(folder).latest()
+    checkpoint = CheckpointStore.for_run(folder).latest()
     completed = checkpoint.step if checkpoint else 0
     outcome.told += checkpoint.warnings if checkpoint else ()
     outcome.found |= {"step": completed, "state": checkpoint and checkpoint.state}

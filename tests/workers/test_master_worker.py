@@ -125,7 +125,7 @@ class SlowEvaluations(MasterWorker):
         self.playing = asyncio.create_task(shares_of(self.rollouts))
 
     async def _checkpoint(self, step):
-        assert not self._steps.evaluating
+        assert not self._steps.is_evaluating
         self.saved.append(step)
 
 
@@ -224,7 +224,7 @@ async def test_a_stop_while_the_last_checkpoint_is_written_ends_the_run_after_it
 async def test_a_stop_before_a_checkpoint_is_restored_says_that_it_is_there(tmp_path):
     """The launcher said that nothing was saved."""
     master = Asked(tmp_path)
-    store = CheckpointStore.of_run(master._spec.run_dir)
+    store = CheckpointStore.for_run(master._spec.run_dir)
     store.commit(7, store.begin(7), {})
     await master._find_checkpoint()
     master.request_stop()

@@ -15,7 +15,7 @@ from realhf.api.trace import Tracer
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.dataflow.rollouts.weight_updates import SelfTest, WeightUpdates
 from realhf.dataflow.weight_proof import (
-    HeldWeights,
+    EngineWeightDigests,
     WeightProbe,
     WeightRecord,
     WeightTrial,
@@ -71,7 +71,7 @@ class Fleet:
 
     def _worker(self, engine):
         made = GenerationWorker.__new__(GenerationWorker)
-        made._engine, made._tracer, made._held = engine, Tracer(), HeldWeights(engine)  # pyright: ignore
+        made._engine, made._tracer, made._held = engine, Tracer(), EngineWeightDigests(engine)  # pyright: ignore
         made._network = Network()
         made._gate = VersionGate(lambda: engine.version)
         made._plan = SimpleNamespace(rpc=SimpleNamespace(control_timeout_s=30.0))  # pyright: ignore

@@ -2,7 +2,7 @@
 generation, and scoring without them.
 
 The model that generates is a second module tree over the same tensors. Only layers with adapters
-have weights of their own there, and only from ``merged`` to ``changed``. Every merge is checked:
+have weights of their own there, and only from ``merged_model`` to ``drop_merged``. Every merge is checked:
 rounding a sum is off by at most half the distance between neighbouring numbers, so a larger
 difference means that the merge is wrong, however small the adapters are.
 """
@@ -367,7 +367,7 @@ class LoraAdapters:
     # ---- merged weights
 
     def merged_model(self) -> Any:
-        """Return the plain model with merged weights, which are kept until ``changed``. Raises
+        """Return the plain model with merged weights, which are kept until ``drop_merged``. Raises
         MergeDiffers if it does not compute the same as the model with its adapters."""
         if not self._has_merged:
             self._merge()

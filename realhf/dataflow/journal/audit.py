@@ -73,7 +73,7 @@ class Tally:
     """Whether the audit covers the run from its first record."""
 
     @property
-    def balanced(self) -> bool:
+    def is_balanced(self) -> bool:
         """Whether no sample is lost or consumed twice and no record is impossible."""
         return self.lost == self.twice == self.impossible == 0
 
@@ -254,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     print(json.dumps(asdict(tally)))
-    return 0 if tally.balanced else 1
+    return 0 if tally.is_balanced else 1
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ A killed process may leave an incomplete frame at the very end of the last segme
 deviation is damage and is never taken for the end of the history, because samples that were trained
 would then be drawn again.
 
-``Journal.durable``
+``Journal.wait_until_durable``
   produces: the guarantee that an append is on the disk;
   waits for: the writer's thread, which syncs several appends at a time;
   unblocked by: the sync, a failed write (JournalError), or the timeout.
@@ -214,7 +214,7 @@ class _Entry(NamedTuple):
 
 
 class _Waiter(NamedTuple):
-    """A caller of ``durable``."""
+    """A caller of ``wait_until_durable``."""
 
     number: int
     """The append that it waits for."""
@@ -281,10 +281,10 @@ class Journal:
             raise _unreadable(folder, error) from error
         try:
             if restart is not None:
-                warn(f"what {folder} held is kept in {_set_aside(folder)}")
+                warn(f"the contents of {folder} were moved to {_set_aside(folder)}")
                 journal = cls(folder, _next_number(folder), lock, archive)
                 assert isinstance(restart[0], Totals)
-                journal.checkpointed(restart[0].step, restart)
+                journal.start_segment(restart[0].step, restart)
                 return journal, list(restart)
             history = read_history(folder)
             if history.torn is not None:
@@ -299,10 +299,11 @@ class Journal:
             raise
 
     def append(self, *records: Record) -> int:
-        """Queue the records as one frame. Return the number of the append, for ``durable``."""
+        """Queue the records as one frame. Return the number of the append, for
+        ``wait_until_durable``."""
         return self._queue(records, begins_segment=False)
 
-    async def durable(self, number: int, timeout_s: float) -> None:
+    async def wait_until_durable(self, number: int, timeout_s: float) -> None:
         """Wait until the append with this number is on the disk.
 
         Raises JournalError if a write failed or the disk takes longer than ``timeout_s`` seconds.
@@ -322,7 +323,7 @@ class Journal:
                 f"(async_rl.journal_timeout_s)"
             ) from None
 
-    def checkpointed(self, step: int, keep: Sequence[Record]) -> int:
+    def start_segment(self, step: int, keep: Sequence[Record]) -> int:
         """Start a new segment with the snapshot ``keep``; earlier segments are removed once it is
         on the disk.
 
@@ -589,7 +590,7 @@ def _unreadable(folder: Path, error: OSError) -> JournalError:
     return JournalError(
         f"{error.filename or folder} cannot be read: {error.strerror or error}; nothing was "
         f"changed. Run again when it "
-        "can be read, or begin anew with recover_mode=disabled, which deletes what the run has"
+        "can be read, or start over with recover_mode=disabled, which deletes the files of the run"
     )
 
 

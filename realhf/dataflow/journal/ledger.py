@@ -184,7 +184,7 @@ class JournalState:
 
     def snapshot(self) -> list[Record]:
         """Return records of one append that restore an equal state, for
-        ``Journal.checkpointed``."""
+        ``Journal.start_segment``."""
         admitted = self.totals()["admitted"]
         records: list[Record] = [
             Totals(
@@ -370,7 +370,7 @@ def _find_damage(folder: Path, completed_steps: int, *, has_snapshot: bool) -> s
         raise JournalError(
             f"{folder}: {error}; the run would go on from {start}, because there is no later "
             f"checkpoint that is "
-            "whole. Put its checkpoints back where they were, or begin anew with "
+            "whole. Put its checkpoints back where they were, or start over with "
             "recover_mode=disabled"
         ) from None
     return ""
@@ -417,7 +417,7 @@ class RolloutLedger:
             raise JournalDamaged(
                 f"{damage}; which samples the run has trained is not known. Nothing was changed; "
                 f"put {folder} back as "
-                "it was, or begin anew with recover_mode=disabled"
+                "it was, or start over with recover_mode=disabled"
             )
         restart = None
         if damage:
@@ -459,11 +459,13 @@ class RolloutLedger:
         self.last = self._journal.append(*records)
         return self.last
 
-    async def durable(self, number: int | None = None) -> None:
+    async def wait_until_durable(self, number: int | None = None) -> None:
         """Wait until an append (None: the last one) is on the disk. Raises JournalError."""
-        await self._journal.durable(self.last if number is None else number, self._timeout_s)
+        await self._journal.wait_until_durable(
+            self.last if number is None else number, self._timeout_s
+        )
 
-    def checkpointed(self, completed_steps: int, folder: str) -> None:
+    def record_checkpoint(self, completed_steps: int, folder: str) -> None:
         """Record a valid checkpoint, and remove from the journal the steps that the previous
         checkpoint covers.
 
@@ -472,7 +474,7 @@ class RolloutLedger:
         self.append(Ckpt(completed_steps - 1, folder))
         if self._settled is not None:
             self.state.settle(self._settled)
-            self.last = self._journal.checkpointed(self._settled, self.state.snapshot())
+            self.last = self._journal.start_segment(self._settled, self.state.snapshot())
         self._settled = completed_steps - 1
 
     def close(self) -> None:

@@ -318,7 +318,7 @@ class AsyncRollouts(StepSource):
             for admit in recovery.requeue
         ]
         self.control.restore(tasks, staged, replay, recovery.order)
-        if late := self.control.gate.overdue(self._plan.completed_steps):
+        if late := self.control.gate.count_overdue(self._plan.completed_steps):
             eta = self._plan.spec.options.max_head_offpolicyness
             fate = "dropped" if self._plan.drops_stale else "trained all the same"
             self._warn(
@@ -347,7 +347,7 @@ class AsyncRollouts(StepSource):
             self.control,
             buffer,
             storage,
-            held_by=self._locations.by_worker,
+            held_by=self._locations.group_by_worker,
             keys=keys,
             busy=lambda: self.control.in_play > 0 or self._weights.busy,
         )
@@ -391,7 +391,9 @@ class AsyncRollouts(StepSource):
         test = SelfTest(
             self._caller, self._weights, timeout_s=self._plan.load_timeout_s, warn=self._warn
         )
-        self._record.proven(self._weights.published, await self._run_unless_failed(test.run()))
+        self._record.record_self_test(
+            self._weights.published_version, await self._run_unless_failed(test.run())
+        )
 
     async def _play(self, name: str) -> None:
         """Ask a rollout worker to play, once per incarnation: two rollout loops in one process
@@ -409,7 +411,7 @@ class AsyncRollouts(StepSource):
         except WorkerDied as error:
             _log.warning("%s", error)
 
-    async def pause(self) -> None:
+    async def drain(self) -> None:
         """Stop admission and wait until the samples in play are finished and the sessions closed.
 
         Raises RolloutsFailed after the rollout deadline and ``STOP_TIMEOUT_S`` seconds.
@@ -466,7 +468,7 @@ class AsyncRollouts(StepSource):
         return True
 
     @property
-    def evaluating(self) -> bool:
+    def is_evaluating(self) -> bool:
         """Whether an evaluation is being played."""
         return self._held_out.running
 
@@ -489,9 +491,9 @@ class AsyncRollouts(StepSource):
             running.cancel()
         return running.result()
 
-    async def before_checkpoint(self) -> None:
+    async def prepare_checkpoint(self) -> None:
         """Wait until the journal's records about the steps of the checkpoint are on the disk."""
-        await self._ledger.durable()
+        await self._ledger.wait_until_durable()
 
     async def save(self, completed_steps: int, folder: Path) -> None:
         """Write the open samples and the source's state into a checkpoint, as a copy in case the
@@ -499,16 +501,16 @@ class AsyncRollouts(StepSource):
 
         Raises OSError.
         """
-        if self._weights.published != completed_steps:
-            self._record.unpublished(completed_steps)
+        if self._weights.published_version != completed_steps:
+            self._record.record_unpublished(completed_steps)
         records = self._ledger.snapshot_after(completed_steps)
         await asyncio.to_thread(write_snapshot, folder / JOURNAL_FILE, records)
 
-    async def checkpointed(self, completed_steps: int, folder: str) -> None:
+    async def checkpoint_committed(self, completed_steps: int, folder: str) -> None:
         """Record that a checkpoint is valid, and delete the payloads that only earlier checkpoints
         needed."""
-        self._ledger.checkpointed(completed_steps, folder)
-        await self._ledger.durable()
+        self._ledger.record_checkpoint(completed_steps, folder)
+        await self._ledger.wait_until_durable()
         self._locations.keep(
             lambda sample_id: self._ledger.state.accepted_attempt(sample_id) is not None
         )
@@ -541,11 +543,11 @@ class AsyncRollouts(StepSource):
             "tokens_per_second": tokens / report.wall_s,
         }
 
-    def episodes(self, report: StepReport) -> list[str]:
+    def list_transcripts(self, report: StepReport) -> list[str]:
         """Return the transcripts that the samples carry."""
         return episode_texts(report.results)
 
-    async def live(self) -> dict[str, dict[str, float]]:
+    async def collect_live_metrics(self) -> dict[str, dict[str, float]]:
         """Return the metrics that the display shows between steps: {section: {name: value}}.
 
         The sections ``failures_total`` and ``retries_total`` count since the start of this process.
@@ -576,12 +578,12 @@ class AsyncRollouts(StepSource):
         await self._service.close()
         await asyncio.to_thread(self._ledger.close)
 
-    def end(self) -> None:
+    def record_end(self) -> None:
         """Journal that the run has ended."""
         self._ledger.append(End())
 
     def _discard(self, ids: Sequence[str]) -> None:
-        self._spawn(self._receivers.clear(self._locations.by_worker(ids)))
+        self._spawn(self._receivers.clear(self._locations.group_by_worker(ids)))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine as a task whose error fails the rollouts."""

@@ -64,7 +64,7 @@ from realhf.dataflow.journal.journal import (
 )
 from realhf.dataflow.journal.ledger import RolloutLedger
 from realhf.dataflow.rollouts.rollout_state import EvaluationQueue, SampleLocations
-from realhf.dataflow.rollouts.sample_queue import PendingRequests, SampleQueue, Task, with_metadata
+from realhf.dataflow.rollouts.sample_queue import PendingRequests, SampleQueue, Task, add_metadata
 from realhf.dataflow.rollouts.staleness import StalenessManager, StragglerGate
 from realhf.transport.codec import decode_sample
 from realhf.transport.network import LOOPBACK, Network
@@ -418,7 +418,7 @@ class RolloutControl:
         answers = [self._accept(arrival, worker) for arrival in arrivals]
         number = self._ledger.last
         self.wake()
-        await self._ledger.durable(number)
+        await self._ledger.wait_until_durable(number)
         return answers
 
     def _accept(self, arrival: Arrival, worker: str) -> str:
@@ -432,7 +432,7 @@ class RolloutControl:
         if arrival.error:
             self._return(arrival.id, "malformed", arrival.error)
             return REFUSED
-        meta = with_metadata(decode_sample(arrival.meta), entry.task.item.metadata)
+        meta = add_metadata(decode_sample(arrival.meta), entry.task.item.metadata)
         self._close(arrival.id)
         self._consecutive_failures = 0
         batch = self.staleness.accepted // self._queue.batch_size
@@ -550,7 +550,7 @@ class RolloutControl:
             **self.staleness.counters(),
             "capacity": self.capacity,
             "staged": self.gate.staged,
-            "waiting": self._queue.returned,
+            "waiting": self._queue.n_returned,
             "lost_attempts": self.lost_attempts,
             "given_up": self.given_up,
             "refused": self.refused,
@@ -576,7 +576,7 @@ class RolloutControl:
         for sample_id, (admit, meta) in staged.items():
             self.gate.admit(sample_id, admit.version, admit.order)
             self.gate.stage(sample_id)
-            self._staged[sample_id] = with_metadata(meta, admit.item["metadata"])
+            self._staged[sample_id] = add_metadata(meta, admit.item["metadata"])
         self._replay = {step: list(ids) for step, ids in replay.items()}
         size = self._queue.batch_size
         self._flat_batch = self.staleness.accepted // size
@@ -598,7 +598,7 @@ class RolloutControl:
             self.paused
             or self._failure is not None
             or self._evaluations.waiting
-            or self._queue.suspects
+            or self._queue.n_suspects
         )
         self._requests.wake(None if wake_all else self.capacity)
 

@@ -207,7 +207,7 @@ class HeldOutEvaluations:
                 return_exceptions=True,
             )
             has_replica: dict[str, bool] = {}
-            version = self._weights.published
+            version = self._weights.published_version
             for name, answer in zip(names, answers, strict=True):
                 if isinstance(answer, RpcError):
                     _log.warning("%s does not keep weights for an evaluation: %s", name, answer)

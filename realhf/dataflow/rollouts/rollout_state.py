@@ -33,7 +33,7 @@ class SampleLocations:
         """Return whether a worker other than ``worker`` is known to store the sample."""
         return self._worker_of.get(sample_id, worker) != worker
 
-    def by_worker(self, ids: Iterable[str]) -> dict[str, list[str]]:
+    def group_by_worker(self, ids: Iterable[str]) -> dict[str, list[str]]:
         """Group sample ids by the worker that stores them. Raises KeyError for an unknown id."""
         ids_of: dict[str, list[str]] = {}
         for sample_id in ids:
@@ -113,13 +113,13 @@ class EvaluationQueue:
         instead.
         """
         limit = count if alone else min(count, self._max_concurrent - len(self._playing))
-        taken: list[EvaluationPart] = []
-        while self._waiting and len(taken) < limit:
+        shares: list[EvaluationPart] = []
+        while self._waiting and len(shares) < limit:
             part = self._waiting.popleft()
             expires = process_clock.now() + part.deadline_s + EVALUATION_GRACE_S
             self._playing[_key(part)] = _SharePlaying(part, worker, expires)
-            taken.append(part)
-        return taken
+            shares.append(part)
+        return shares
 
     @property
     def waiting(self) -> bool:

@@ -18,7 +18,7 @@ from realhf.api.sample import SequenceSample
 from realhf.api.source import DataSource, SampleResult, SourceItem
 
 
-def with_metadata(meta: SequenceSample, item: Mapping[str, Any]) -> SequenceSample:
+def add_metadata(meta: SequenceSample, item: Mapping[str, Any]) -> SequenceSample:
     """Return ``meta`` with the metadata of its source item added.
 
     The item's values win, so a rollout worker cannot change them.
@@ -72,19 +72,19 @@ class SampleQueue:
     """Heap of suspects that came back, by order of admission."""
 
     @property
-    def returned(self) -> int:
+    def n_returned(self) -> int:
         """Number of samples that came back and wait."""
         return len(self._returned) + len(self._suspects)
 
     @property
-    def suspects(self) -> int:
+    def n_suspects(self) -> int:
         """Number of suspects among them."""
         return len(self._suspects)
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to take and the source is exhausted."""
-        return self.exhausted and not self.drawn and not self.returned
+        return self.exhausted and not self.drawn and not self.n_returned
 
     def take(self, *, suspects: bool = True) -> Task | None:
         """Remove and return the next task, or None when there are no more. ``suspects=False`` skips

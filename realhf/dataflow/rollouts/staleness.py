@@ -207,7 +207,7 @@ class StragglerGate:
         outstanding = len(self._known)
         if self._n_staged < self._batch_size and not (final and outstanding == self._n_staged):
             return None
-        if outstanding > self._batch_size and self._blocked_at(step) is not None:
+        if outstanding > self._batch_size and self._find_blocking_version(step) is not None:
             return None
         chosen: list[str] = []
         for version in sorted(self._staged):
@@ -226,7 +226,7 @@ class StragglerGate:
         These are the samples that would become too old or, if only too few have arrived, all
         running samples. [] if the step need not wait.
         """
-        blocked = self._blocked_at(step)
+        blocked = self._find_blocking_version(step)
         if blocked is None and self._n_staged >= self._batch_size:
             return []
         versions = [version for version in self._running if blocked is None or version <= blocked]
@@ -245,7 +245,7 @@ class StragglerGate:
             self.forget(id)
         return stale
 
-    def overdue(self, step: int) -> int:
+    def count_overdue(self, step: int) -> int:
         """Return the number of arrived samples that will be too old if the steps from ``step`` on
         train them alone.
 
@@ -256,7 +256,7 @@ class StragglerGate:
             step + i // self._batch_size - version > self._eta for i, version in enumerate(versions)
         )
 
-    def _blocked_at(self, step: int) -> int | None:
+    def _find_blocking_version(self, step: int) -> int | None:
         """Return the lowest admission version v at which ``step`` must wait for stragglers; None if
         it need not.
 

@@ -44,7 +44,12 @@ from realhf.api.calls import (
 )
 from realhf.api.generation import WeightsManifest
 from realhf.base import process_clock
-from realhf.dataflow.weight_proof import WeightRecord, WrongWeights, check_held, find_probe_error
+from realhf.dataflow.weight_proof import (
+    WeightRecord,
+    WrongWeights,
+    check_engine_weights,
+    find_probe_error,
+)
 from realhf.dataflow.worker_group import ask
 from realhf.transport.errors import RemoteError, RpcError, WorkerDied
 from realhf.transport.rpc_master import RpcMaster
@@ -111,7 +116,7 @@ class WeightUpdates:
         return self._versions
 
     @property
-    def published(self) -> int:
+    def published_version(self) -> int:
         """The newest version; -1 before the first."""
         return -1 if self._manifest is None else self._manifest.version
 
@@ -152,7 +157,7 @@ class WeightUpdates:
 
     def _start_loads(self, manifest: WeightsManifest) -> None:
         self._manifest = manifest
-        self._record.published(manifest)
+        self._record.record_published(manifest)
         if self._straggler_timer is not None:
             self._straggler_timer.cancel()  # it belongs to the previous version
             self._straggler_timer = None
@@ -170,7 +175,7 @@ class WeightUpdates:
         """
         await self.wait_for_current()
         self._testing = True
-        request = PublishWeightsRequest(self._role, self.published, trial, list(probes))
+        request = PublishWeightsRequest(self._role, self.published_version, trial, list(probes))
         answer = await self._request_publish(request)
         workers = sorted(self._current)
         loads = [self._load(worker, answer.manifest) for worker in workers]
@@ -291,9 +296,9 @@ class WeightUpdates:
         )
         for name in ("weight_stage_ms", "weight_pause_ms", "weight_digest_ms"):
             self.metrics[name] = getattr(answer, name)
-        check_held(worker, manifest, answer, self._versions.get(worker, -1))
+        check_engine_weights(worker, manifest, answer, self._versions.get(worker, -1))
         if manifest.trial != TRIAL_CHANGE:
-            self._record.held(worker, manifest, answer)
+            self._record.record_loaded(worker, manifest, answer)
 
     def _start_straggler_timer(self) -> None:
         """Start the time limit of the other workers once one has the newest version."""
@@ -312,7 +317,9 @@ class WeightUpdates:
         self._straggler_timer = None
         for worker in self._stragglers():
             _log.warning(
-                "%s is stale: others have version %d, and go on without it", worker, self.published
+                "%s is stale: others have version %d, and go on without it",
+                worker,
+                self.published_version,
             )
             self._current.discard(worker)
             self._caller.list_services(worker, False)

@@ -54,7 +54,7 @@ from realhf.backends.vllm.generation import (
 from realhf.backends.vllm.server import VllmServer
 from realhf.base.hf_config import tensor_shapes
 from realhf.base.tensor_digest import digests
-from realhf.dataflow.weight_proof import HeldWeights
+from realhf.dataflow.weight_proof import EngineWeightDigests
 from tests.process_family import gone
 
 TENSORS = {
@@ -519,23 +519,23 @@ def test_a_tensor_that_no_layer_has_under_its_name_is_not_said_to_be_held(tmp_pa
     asked = SimpleNamespace(
         weight_digests=lambda names: parse_server_digests([worker.weight_digests()], names)
     )
-    held = HeldWeights(asked)  # pyright: ignore[reportArgumentType]
+    held = EngineWeightDigests(asked)  # pyright: ignore[reportArgumentType]
     slots = tuple(
         TensorSlot(name, dtype_tag(given[name].dtype), (2,), 0, 8, digests(given)[name])
         for name in names
     )
     assert (
-        held.after(
+        held.digest_after_load(
             WeightsManifest(4, "shm", "here", 16, "", slots), {name: given[name] for name in names}
         )
         == found
     )
-    assert held.changed() == []
+    assert held.find_changed() == []
     with torch.no_grad():
         worker.model.router.weight.add_(1.0)
-        assert held.changed() == [], "nobody can tell"
+        assert held.find_changed() == [], "nobody can tell"
         worker.model.norm.weight.add_(1.0)
-    assert [tensor.name for tensor in held.changed()] == ["norm.weight"]
+    assert [tensor.name for tensor in held.find_changed()] == ["norm.weight"]
 
 
 def test_an_engine_on_the_servers_gpu_sends_no_file(

@@ -134,7 +134,7 @@ def test_staleness_is_that_of_the_attempt_that_was_accepted() -> None:
 def test_faults_are_found(records: list[Record], twice: int, impossible: int) -> None:
     tally = tally_of(*STORY, *records)
     assert faults(tally) == (0, twice, impossible)
-    assert tally.balanced == (twice == impossible == 0)
+    assert tally.is_balanced == (twice == impossible == 0)
     sums = (
         tally.consumed
         + tally.rejected
@@ -157,7 +157,7 @@ def test_what_a_snapshot_forgets_is_lost(forgotten: str) -> None:
     partial = [record for record in whole if getattr(record, "id", "") != forgotten]
     tally = audit([*history, partial, [Resume(0)]])
     assert tally.lost == 1
-    assert not tally.balanced
+    assert not tally.is_balanced
 
 
 def test_a_wrong_total_is_found() -> None:
@@ -170,8 +170,8 @@ def test_a_wrong_total_is_found() -> None:
     )
     history: list[Sequence[Record]] = [[record] for record in STORY]
     assert faults(audit([*history, [totals, *rest]])) == (0, 0, 0)
-    assert not audit([*history, [wrong, *rest]]).balanced
-    assert not audit([[msgspec.structs.replace(totals, admitted=3), *rest]]).balanced
+    assert not audit([*history, [wrong, *rest]]).is_balanced
+    assert not audit([[msgspec.structs.replace(totals, admitted=3), *rest]]).is_balanced
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

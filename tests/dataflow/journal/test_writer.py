@@ -68,7 +68,7 @@ async def test_records_come_back_in_order_over_several_openings(tmp_path: Path) 
         journal, records = Journal.open(tmp_path)
         assert records == STORY[:start]
         numbers = [journal.append(record) for record in STORY[start : start + 5]]
-        await journal.durable(numbers[-1], 30.0)
+        await journal.wait_until_durable(numbers[-1], 30.0)
         journal.close()
     assert len(list(tmp_path.glob("journal-*.log"))) == 5
 
@@ -114,7 +114,7 @@ async def test_a_checkpoint_replaces_the_earlier_segments(tmp_path: Path) -> Non
     journal.append(*STORY)
     state = fold(STORY)
     state.settle(0)
-    await journal.durable(journal.checkpointed(0, state.snapshot()), 30.0)
+    await journal.wait_until_durable(journal.start_segment(0, state.snapshot()), 30.0)
     with pytest.raises(JournalError, match="another process"):
         Journal.open(tmp_path)
     journal.close()
@@ -260,7 +260,7 @@ def test_a_damaged_snapshot_is_no_journal_that_begins(tmp_path: Path) -> None:
     state.settle(0)
     _written(tmp_path, STORY)
     journal, _ = Journal.open(tmp_path)
-    journal.checkpointed(0, state.snapshot())
+    journal.start_segment(0, state.snapshot())
     journal.close()
     (path,) = segments(tmp_path)
     data = path.read_bytes()
@@ -380,7 +380,7 @@ def test_a_torn_snapshot_leaves_the_segments_that_it_was_to_replace(
     before = _written(tmp_path, STORY)
     other = tmp_path / "other"
     journal, _ = Journal.open(other)
-    journal.checkpointed(0, state.snapshot())
+    journal.start_segment(0, state.snapshot())
     journal.close()
     snapshot = segments(other)[-1].read_bytes()
     following = tmp_path / "journal-000002.log"
@@ -415,9 +415,9 @@ def test_a_snapshot_is_one_of_its_step(tmp_path: Path) -> None:
     state.settle(0)
     for wrong in ([], STORY, state.snapshot()[1:]):
         with pytest.raises(ValueError, match="Totals"):
-            journal.checkpointed(0, wrong)
+            journal.start_segment(0, wrong)
     with pytest.raises(ValueError, match="step 1"):
-        journal.checkpointed(1, state.snapshot())
+        journal.start_segment(1, state.snapshot())
     journal.close()
 
 
@@ -426,13 +426,13 @@ async def test_a_failed_write_is_told_to_everybody(tmp_path: Path) -> None:
     (tmp_path / "journal-000002.log").mkdir()
     state = fold(STORY)
     state.settle(0)
-    number = journal.checkpointed(0, state.snapshot())
+    number = journal.start_segment(0, state.snapshot())
     with pytest.raises(JournalError, match="could not be written"):
-        await journal.durable(number, 30.0)
+        await journal.wait_until_durable(number, 30.0)
     with pytest.raises(JournalError, match="could not be written"):
         journal.append(STORY[0])
     with pytest.raises(JournalError, match="could not be written"):
-        await journal.durable(number, 30.0)
+        await journal.wait_until_durable(number, 30.0)
     for _ in range(2):
         with pytest.raises(JournalError, match="could not be written"):
             journal.close()
@@ -447,16 +447,16 @@ def slow_sync(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("slow_sync")
 async def test_a_closed_journal_has_written_everything_and_takes_no_more(tmp_path: Path) -> None:
     journal, _ = Journal.open(tmp_path)
-    await journal.durable(journal.append(STORY[0]), 30.0)
+    await journal.wait_until_durable(journal.append(STORY[0]), 30.0)
     last = journal.append(STORY[1])
-    waiting = asyncio.create_task(journal.durable(last, 30.0))
+    waiting = asyncio.create_task(journal.wait_until_durable(last, 30.0))
     await asyncio.sleep(0)
     with pytest.raises(JournalError, match="took longer"):
-        await journal.durable(last, timeout_s=0.01)
+        await journal.wait_until_durable(last, timeout_s=0.01)
     journal.close()
     journal.close()
     await waiting
-    await journal.durable(last, 30.0)
+    await journal.wait_until_durable(last, 30.0)
     with pytest.raises(JournalError, match="closed"):
         journal.append(STORY[2])
     assert _reopened(tmp_path) == STORY[:2]
@@ -465,9 +465,9 @@ async def test_a_closed_journal_has_written_everything_and_takes_no_more(tmp_pat
 @pytest.mark.usefixtures("slow_sync")
 async def test_many_appends_do_not_wait_for_the_interval(tmp_path: Path) -> None:
     journal, _ = Journal.open(tmp_path)
-    await journal.durable(journal.append(STORY[0]), 30.0)
+    await journal.wait_until_durable(journal.append(STORY[0]), 30.0)
     numbers = [journal.append(Draw({"cursor": i})) for i in range(8)]
-    await asyncio.gather(*(journal.durable(number, 30.0) for number in numbers))
+    await asyncio.gather(*(journal.wait_until_durable(number, 30.0) for number in numbers))
     journal.close()
 
 
@@ -484,7 +484,7 @@ async def main():
     for i in range(len(records), 1 << 30):
         number = journal.append(Draw({"i": i}))
         if i % 7 == 0:
-            await journal.durable(number, 30.0)
+            await journal.wait_until_durable(number, 30.0)
             print(i, flush=True)
 
 asyncio.run(main())
@@ -546,8 +546,8 @@ async def test_a_journal_without_the_checkpoints_it_belongs_to_says_what_to_do(
     ledger, _ = RolloutLedger.open(tmp_path, completed_steps=0)
     for record in STORY:
         ledger.append(record)
-    ledger.checkpointed(1, "ckpt-00000001")
-    ledger.checkpointed(2, "ckpt-00000002")
+    ledger.record_checkpoint(1, "ckpt-00000001")
+    ledger.record_checkpoint(2, "ckpt-00000002")
     ledger.close()
     for completed, start in ((0, "its beginning"), (7, "its checkpoint after step 7")):
         with pytest.raises(JournalError) as refused:

@@ -151,12 +151,14 @@ class JournaledRun:
             await self._checkpoint(step, number)
 
     async def _checkpoint(self, step: int, number: int) -> None:
-        await self.journal.durable(number, 30.0)
+        await self.journal.wait_until_durable(number, 30.0)
         self.checkpoints = [*self.checkpoints, (step, list(self.weights))][-2:]
         self._append(Ckpt(step, f"ckpt-{step:08d}"))
         oldest = self.checkpoints[0][0]
         self.state.settle(oldest)
-        await self.journal.durable(self.journal.checkpointed(oldest, self.state.snapshot()), 30.0)
+        await self.journal.wait_until_durable(
+            self.journal.start_segment(oldest, self.state.snapshot()), 30.0
+        )
         self.safe = segments(self.folder)[-1].stat().st_size
 
     def _tear(self) -> None:

@@ -85,7 +85,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
     made = Scene(tmp_path)
     yield made
     await made.rollouts.close()
-    assert audit_folder(tmp_path).balanced
+    assert audit_folder(tmp_path).is_balanced
 
 
 async def breathe() -> None:
@@ -151,7 +151,7 @@ async def test_at_the_end_what_is_in_play_is_finished_and_nobody_begins(scene: S
     rollouts = await scene.open()
     await rollouts.start()
     await scene.play(W0)
-    holding = asyncio.create_task(rollouts.pause())
+    holding = asyncio.create_task(rollouts.drain())
     await breathe()
     assert not holding.done() and await rollouts.control.allocate(W0, 1, 60.0) == ([], [])
     rollouts.control.worker_left(W0, "it stopped")
@@ -171,7 +171,7 @@ async def test_a_worker_that_does_not_stop_is_named(
     await rollouts.start()
     rollouts.control.worker_left(W0, "it stopped")
     with pytest.raises(RolloutsFailed, match=f"{W1} did not stop"):
-        await rollouts.pause()
+        await rollouts.drain()
 
 
 @pytest.mark.parametrize("handler", ["update_weights", "play"])
@@ -236,7 +236,7 @@ async def test_without_the_trainer_nothing_goes_on(scene: Scene) -> None:
     with pytest.raises(WorkerDied, match="killed by SIGKILL"):
         await rollouts.control.step_batch(0)
     with pytest.raises(WorkerDied):
-        await rollouts.pause()
+        await rollouts.drain()
 
 
 async def test_a_stream_that_failed_is_noticed(
@@ -258,8 +258,8 @@ async def test_a_run_begins_again_from_its_checkpoint_with_everything_that_had_a
     for _ in range(2):
         await scene.play(W0)
     first = await scene.train(0)
-    await rollouts.before_checkpoint()
-    await rollouts.checkpointed(1, "ckpt-1")
+    await rollouts.prepare_checkpoint()
+    await rollouts.checkpoint_committed(1, "ckpt-1")
     rollouts.control.set_version(1)
     for _ in range(3):
         await scene.play(W1)
@@ -299,9 +299,9 @@ async def test_a_checkpoint_of_weights_that_were_not_published_says_so(
     await scene.train(0)
     if published:
         await rollouts.publish(1)
-    await rollouts.before_checkpoint()
+    await rollouts.prepare_checkpoint()
     await rollouts.save(1, folder)
-    await rollouts.checkpointed(1, folder.name)
+    await rollouts.checkpoint_committed(1, folder.name)
     await rollouts.close()
     rollouts = await scene.open(completed=1, checkpoint=folder)
     await rollouts.close()
@@ -327,8 +327,8 @@ async def test_deaths_of_a_sample_count_over_recoveries(scene: Scene) -> None:
         assert lease.id == "s2"
         rollouts.control.worker_left(W0, "killed: no heartbeat for 8.1 s")
         if compacted:
-            await rollouts.before_checkpoint()
-            await rollouts.checkpointed(1, "ckpt-1")
+            await rollouts.prepare_checkpoint()
+            await rollouts.checkpoint_committed(1, "ckpt-1")
         elif rollouts.control.given_up:
             break
         await rollouts.close()
@@ -373,16 +373,16 @@ async def test_the_display_is_told_of_admission_and_generation(scene: Scene) -> 
         "waiting": 1.0,
     }
     scene.workers._answer = lambda handler, payload: dict(status) if handler == "status" else {}
-    await rollouts.live()
+    await rollouts.collect_live_metrics()
     status |= {"at_s": 12.0, "busy_s": 2.0, "generated_tokens": 300.0}
-    sections = await rollouts.live()
+    sections = await rollouts.collect_live_metrics()
     assert (
         sections["generation"]["occupancy"] == 0.5
         and sections["generation"]["tokens_per_second"] == 100.0
     )
     assert sections["generation"]["running"] == 2.0 and sections["admission"]["capacity"] == 4.0
     scene.workers.failing["status"] = WorkerDied("generation/0", "killed")
-    assert "occupancy" not in (await rollouts.live())["generation"]
+    assert "occupancy" not in (await rollouts.collect_live_metrics())["generation"]
 
 
 async def test_requests_reach_the_control_through_the_service_of_the_run(scene: Scene) -> None:
@@ -408,8 +408,8 @@ async def test_samples_that_are_too_old_for_a_lower_bound_are_trained_and_counte
     for _ in range(6):
         await scene.play(W0)
     trained = await scene.train(0)
-    await rollouts.before_checkpoint()
-    await rollouts.checkpointed(1, "ckpt")
+    await rollouts.prepare_checkpoint()
+    await rollouts.checkpoint_committed(1, "ckpt")
     await rollouts.close()
     scene.warned.clear()
     rollouts = await scene.open(1, max_head_offpolicyness=0)
@@ -435,9 +435,9 @@ async def test_a_journal_that_is_gone_is_made_again_from_the_checkpoint_or_the_r
     for _ in range(4):
         await scene.play(W0)
     trained = await scene.train(0)
-    await rollouts.before_checkpoint()
+    await rollouts.prepare_checkpoint()
     await rollouts.save(1, checkpoint)
-    await rollouts.checkpointed(1, "ckpt")
+    await rollouts.checkpoint_committed(1, "ckpt")
     await rollouts.close()
     for path in segments(scene.folder):
         path.unlink()

@@ -81,7 +81,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Any]:
     for ledger in ledgers:
         ledger.close()
     tally = audit_folder(tmp_path)
-    assert tally.balanced
+    assert tally.is_balanced
 
 
 async def lease(control: RolloutControl, count: int = 1, worker: str = W0) -> list[RolloutLease]:
@@ -154,7 +154,7 @@ async def test_an_attempt_counts_once_whichever_receivers_it_came_to(make: Any) 
         "its tensors are with the other one"
     )
     assert await control.record_arrivals([arrival(given)], "model_worker/1") == [DUPLICATE]
-    assert control.locations.by_worker([given.id]) == {"model_worker/1": [given.id]}
+    assert control.locations.group_by_worker([given.id]) == {"model_worker/1": [given.id]}
     await control.step_batch(0)
     control.record([SampleResult(given.id)])
     assert await control.record_arrivals([arrival(given)], TRAINER) == [REFUSED], (

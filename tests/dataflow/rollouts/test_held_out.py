@@ -40,7 +40,7 @@ async def shares_of(rollouts: AsyncRollouts, *, lost: tuple[int, ...] = ()) -> l
     """Play until the evaluation is over; shares of the versions ``lost`` cannot be played."""
     played = []
     async with asyncio.timeout(60):
-        while rollouts.evaluating:
+        while rollouts.is_evaluating:
             _, parts = await rollouts.control.allocate(W0, 8, 0.0)
             for part in parts:
                 error = "the generation worker died" if part.version in lost else ""
@@ -57,7 +57,7 @@ async def test_training_goes_on_and_the_report_says_whose_weights_they_were(scen
     reports = list[Report]()
     await rollouts.start()
     await breathe()
-    assert await rollouts.evaluate(0, WANTED, reports.append) and rollouts.evaluating
+    assert await rollouts.evaluate(0, WANTED, reports.append) and rollouts.is_evaluating
     await asyncio.wait_for(rollouts.publish(1), 60)
     await breathe()
     assert rollouts.control.staleness.version == 1, "the next version does not wait"
@@ -71,7 +71,8 @@ async def test_training_goes_on_and_the_report_says_whose_weights_they_were(scen
     )
     handlers = [handler for _, handler, _ in scene.workers.calls]
     assert (
-        handlers.index("pin_weights") < handlers.index("unpin_weights") and not rollouts.evaluating
+        handlers.index("pin_weights") < handlers.index("unpin_weights")
+        and not rollouts.is_evaluating
     )
 
 
@@ -170,7 +171,7 @@ async def test_what_waits_for_an_evaluation_does_not_outlive_what_ends_the_run(
 async def test_an_evaluation_by_another_interface_is_the_trainers(scene: Scene) -> None:
     rollouts = await scene.open()
     other = EvaluationSpec("actor", "perplexity", {}, {})
-    assert not await rollouts.evaluate(0, other, lambda report: None) and not rollouts.evaluating
+    assert not await rollouts.evaluate(0, other, lambda report: None) and not rollouts.is_evaluating
 
 
 A = "rollout_worker/0:1"

@@ -159,7 +159,7 @@ class Life:
     def _check(self) -> None:
         """Every sample is in one store, which the master knows, and can be read again."""
         ids = list(self.control._staged)
-        held = self.control.locations.by_worker(ids)
+        held = self.control.locations.group_by_worker(ids)
         for name, store in self.ranks.stores.items():
             mine = held.get(name, [])
             assert sorted(sample_id for sample_id in ids if store.has(sample_id, KEY)) == sorted(
@@ -186,7 +186,7 @@ async def test_a_sample_that_goes_to_several_receivers_counts_once_whoever_dies(
     assert await last.live()
     assert last.control.refused > 0, "what came to a second receiver was not taken there"
     tally = audit_folder(tmp_path / "journal")
-    assert tally.balanced and (tally.accepted, tally.outstanding) == (TOTAL, 0)
+    assert tally.is_balanced and (tally.accepted, tally.outstanding) == (TOTAL, 0)
 
 
 def test_payloads_are_read_by_the_rank_that_logged_them_unless_these_were_fewer() -> None:

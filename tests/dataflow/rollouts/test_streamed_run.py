@@ -60,7 +60,7 @@ def check(run: StreamedRun) -> None:
     assert counters["running"] == counters["waiting"] == counters["staged"] == 0 and not run.leases
     assert counters["consumed"] == len(trained)
     tally = audit_folder(run.folder)
-    assert tally.balanced and tally.complete and tally.ended
+    assert tally.is_balanced and tally.complete and tally.ended
     assert tally.consumed == len(trained) and tally.accepted == tally.outstanding == 0
     assert tally.head_staleness_max <= run.eta
     if not run.drop and not run.damage:

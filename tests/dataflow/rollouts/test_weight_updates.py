@@ -335,7 +335,7 @@ async def test_a_publication_that_waits_for_one_goes_on_when_that_one_is_stale(
     publishing = asyncio.create_task(scene.updates.publish(2))
     assert await scene.caller.loaded("generation/0") == 1
     await asyncio.wait_for(publishing, 60)
-    assert scene.stale() == {"generation/1"} and scene.updates.published == 2
+    assert scene.stale() == {"generation/1"} and scene.updates.published_version == 2
 
 
 async def test_where_all_are_slow_nobody_is_stale(tmp_path: Path) -> None:

@@ -385,7 +385,7 @@ class StreamedRun:
             return False
         metas = self.step_batch.result()
         self.step_batch = None
-        held = self.control.locations.by_worker(meta.ids[0] for meta in metas)
+        held = self.control.locations.group_by_worker(meta.ids[0] for meta in metas)
         assert held.keys() <= {*self.trainers}, "every sample is held by a worker of this life"
         if not metas:
             return True
@@ -405,12 +405,12 @@ class StreamedRun:
         return len(self.trained) == self.steps
 
     async def _checkpoint(self) -> None:
-        await self.rollouts.before_checkpoint()
+        await self.rollouts.prepare_checkpoint()
         self.checkpoints = [
             *self.checkpoints,
             (len(self.trained), [list(ids) for ids in self.trained]),
         ][-2:]
-        await self.rollouts.checkpointed(len(self.trained), "ckpt")
+        await self.rollouts.checkpoint_committed(len(self.trained), "ckpt")
         self.safe = self._size()
 
     async def _die(self, over: bool) -> None:
@@ -419,7 +419,7 @@ class StreamedRun:
         for task in [self.step_batch] if self.step_batch else []:
             task.cancel()
         if over:
-            self.rollouts.end()
+            self.rollouts.record_end()
             await self.rollouts.close()
             return
         await self.rollouts.close()
