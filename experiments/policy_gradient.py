@@ -509,7 +509,7 @@ def actor_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
     During the critic's warm-up it makes no update.
     """
     args = {
-        "ppo": ppo.chosen(config.ppo),
+        "ppo": ppo.to_plain_values(config.ppo),
         "temperature": config.gen.temperature,
         "loss_scale_len": ppo.loss_scale_len,
         "first_step": config.critic.warmup_steps if ppo.needs_values else 0,
@@ -558,7 +558,9 @@ def critic_model(config: Config, actor_path: str) -> ModelSpec:
         experts=config.actor.experts if critic.path == ACTOR else critic.experts,
         gradient_checkpointing=critic.gradient_checkpointing,
         compile=critic.compile,
-        optimizer=critic.optimizer.at(BUILTIN_RATE if small else config.actor.optimizer.lr),
+        optimizer=critic.optimizer.with_default_lr(
+            BUILTIN_RATE if small else config.actor.optimizer.lr
+        ),
         parallel=parallel_of("critic", critic),
         tokens_of="" if critic.path == ACTOR else actor_path,
     )
@@ -609,8 +611,8 @@ def _critic_args(config: Config, ppo: ResolvedOptions) -> dict[str, object]:
     """Return the arguments of the critic's interface. They are the same for both critic calls, so
     that both share one interface object and the scale of its values."""
     return {
-        "ppo": ppo.chosen(config.ppo),
-        "critic": config.critic.learning(ppo.ppo_n_minibatches, ppo.sample_reuse),
+        "ppo": ppo.to_plain_values(config.ppo),
+        "critic": config.critic.to_critic_options(ppo.ppo_n_minibatches, ppo.sample_reuse),
         "loss_scale_len": ppo.loss_scale_len,
     }
 

@@ -82,7 +82,9 @@ def build_reward_model(config: Config, first: InitialWeights) -> ModelSpec:
         experts=model.experts if model.path else config.actor.experts,
         gradient_checkpointing=model.gradient_checkpointing,
         compile=model.compile,
-        optimizer=model.optimizer.at(BUILTIN_RATE if small else config.actor.optimizer.lr),
+        optimizer=model.optimizer.with_default_lr(
+            BUILTIN_RATE if small else config.actor.optimizer.lr
+        ),
         parallel=parallel_of(ROLE, model),
         tokens_of=first.path if model.path else "",
     )

@@ -43,7 +43,7 @@ from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.roster import WorkerInfo
 from realhf.transport.rpc_worker import RpcWorker
 from realhf.transport.service import Request, ServiceServer
-from realhf.transport.sockets import allow_many_connections
+from realhf.transport.sockets import raise_descriptor_limit
 from realhf.transport.weights import receive
 from workers.worker_main import network_of, run_planned
 
@@ -348,7 +348,7 @@ def main() -> int:
     def work(plan: RunPlan, args: argparse.Namespace) -> None:
         if plan.spec.rollout is None:
             raise ValueError(f"experiment {plan.spec.name} has no generation workers")
-        allow_many_connections()
+        raise_descriptor_limit()
         network = network_of(plan, args)
         beside_trainer = {"yes": True, "no": False}.get(args.beside_trainer)
         worker = GenerationWorker(

@@ -71,7 +71,7 @@ from realhf.scheduler.process import run_guarded
 from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.roster import WorkerInfo
 from realhf.transport.rpc_master import RpcMaster
-from realhf.transport.sockets import allow_many_connections
+from realhf.transport.sockets import raise_descriptor_limit
 from realhf.view.report import write_report
 from workers.worker_main import add_key_file, read_keys
 
@@ -799,8 +799,8 @@ def main() -> int:
         for plugin in plan.plugins:
             load_plugin(plugin)
         settle()
-        allow_many_connections()
-        network = Network.of_master(plan.network, read_keys(args.key_file))
+        raise_descriptor_limit()
+        network = Network.for_master(plan.network, read_keys(args.key_file))
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             master = MasterWorker(plan, args.run_id, events, network)
             runner.get_loop().add_signal_handler(signal.SIGINT, master.request_stop)

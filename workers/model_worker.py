@@ -53,9 +53,9 @@ from realhf.monitor.trace import open_trace
 from realhf.registry import backends, datasets
 from realhf.transport.data_plane import DataPlane
 from realhf.transport.errors import NetworkError
-from realhf.transport.network import LOOPBACK, LOOPBACK_ADDRESS, Network, interface_of
+from realhf.transport.network import LOOPBACK, LOOPBACK_ADDRESS, Network, find_interface
 from realhf.transport.rpc_worker import RpcWorker
-from realhf.transport.sockets import allow_many_connections
+from realhf.transport.sockets import raise_descriptor_limit
 from realhf.transport.tensor_store import TensorStore
 from realhf.transport.weights import Medium, WeightPublisher
 from workers.worker_main import network_of, run_planned
@@ -171,7 +171,7 @@ class ModelWorker:
         own_address: dict[str, str] = {}
         if not is_loopback_host(address.rpartition(":")[0]):
             host = self._network.advertised
-            own_address = {"own": host, "interface": interface_of(host)}
+            own_address = {"own": host, "interface": find_interface(host)}
         self._world = World(
             address,
             self._index,
@@ -222,7 +222,7 @@ class ModelWorker:
             dataset=dataset,
             tracer=self._tracer,
             given_up=self._rpc.is_running_call_cancelled,
-            addressed=self._network.with_token,
+            addressed=self._network.add_token,
             recorder=self._recorder,
         )
         settle()
@@ -365,7 +365,7 @@ def main() -> int:
     """Run the worker of a plan until the master ends it. Returns the exit code."""
 
     def work(plan: RunPlan, args: argparse.Namespace) -> None:
-        allow_many_connections()
+        raise_descriptor_limit()
         keep_this_process()  # a sys.exit in an episode's thread must be an error, not the end of the process
         ModelWorker(plan, args.index, args.run_id, args.master, network_of(plan, args)).run()
 

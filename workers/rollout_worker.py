@@ -38,7 +38,7 @@ from realhf.transport.push_stream import StreamProducer
 from realhf.transport.roster import WorkerInfo
 from realhf.transport.rpc_worker import RpcWorker
 from realhf.transport.service import ServiceClient
-from realhf.transport.sockets import allow_many_connections
+from realhf.transport.sockets import raise_descriptor_limit
 from workers.worker_main import network_of, run_planned
 
 DRAIN_S = 30.0
@@ -186,7 +186,7 @@ class RolloutWorker:
             stop_ids=options.gen.stop_ids,
             tool_parser=model.tool_parser,
         )
-        self._feedback = Feedback.of(options, chat)
+        self._feedback = Feedback.from_options(options, chat)
         texts = TokenTexts(tokenizer)
         environment = build_environment(options.environment, options.environment_options)
         agent = make_agent(
@@ -240,7 +240,7 @@ class RolloutWorker:
         the run; "" if there is no service."""
         urls = self._env_urls
         keys = self._network.keys
-        url = self._network.with_token(urls[number % len(urls)]) if urls else ""
+        url = self._network.add_token(urls[number % len(urls)]) if urls else ""
         return url if keys is None else with_certificate(url, keys.certificate)
 
     def _on_roster(self, roster: Mapping[str, WorkerInfo]) -> None:
@@ -274,7 +274,7 @@ def main() -> int:
             raise ValueError(f"experiment {plan.spec.name} has no rollout workers")
         settle()
         keep_this_process()  # a sys.exit in an episode's thread must be an error, not the end of the process
-        allow_many_connections()  # to every rank of the trainer, among others
+        raise_descriptor_limit()  # to every rank of the trainer, among others
         network = network_of(plan, args)
         RolloutWorker(plan, plan.spec.rollout, args.index, args.run_id, args.master, network).run()
 

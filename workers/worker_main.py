@@ -41,7 +41,7 @@ def server_network(master: str, keys: RunKeys | None) -> Network:
     without a master or without keys.
     """
     return (
-        Network.of_worker(NetworkConfig(), keys, master)
+        Network.for_worker(NetworkConfig(), keys, master)
         if master and keys is not None
         else LOOPBACK
     )
@@ -88,7 +88,7 @@ def follow_master(
 def network_of(plan: RunPlan, arguments: argparse.Namespace) -> Network:
     """Return the network of a worker. Raises NetworkError without needed keys or a route to the
     master."""
-    return Network.of_worker(plan.network, read_keys(arguments.key_file), arguments.master)
+    return Network.for_worker(plan.network, read_keys(arguments.key_file), arguments.master)
 
 
 def run_planned(

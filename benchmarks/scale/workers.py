@@ -29,7 +29,7 @@ from realhf.api.calls import ALLOCATE, PLAY, AllocateRequest
 from realhf.rollout.rollout_loop import HOLD_S
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
 from realhf.transport.roster import WorkerInfo
-from realhf.transport.sockets import own_versions
+from realhf.transport.sockets import collect_versions
 
 BURST = 256
 """Number of samples that are finished at once."""
@@ -96,7 +96,7 @@ class Part:
     def run(self) -> None:
         """Simulate the workers until standard input ends."""
         node = os.uname().nodename
-        versions = own_versions()
+        versions = collect_versions()
         for n, worker in enumerate(self._workers):
             hello = pack_header(
                 "hello", self._run, worker.session, versions=versions, node=node, lane="ordered"
@@ -157,7 +157,7 @@ class Part:
             "hello",
             self._run,
             worker.session,
-            versions=own_versions(),
+            versions=collect_versions(),
             node="elsewhere",
             lane="control",
             info=info.to_map(),

@@ -95,7 +95,9 @@ class CriticInterface:
             sample, lambda outputs, _: outputs.values(), mb_spec=context.mb_spec
         )
         values = self._moments.denormalise(predicted) if self.critic.value_norm else predicted
-        values = torch.where(PredictedTokens.of(sample).mask.to(values.device), values, 0.0)
+        values = torch.where(
+            PredictedTokens.from_sample(sample).mask.to(values.device), values, 0.0
+        )
         return shifted_sample(sample, VALUES, values), {
             "n_tokens": float(sample.n_tokens("packed_input_ids"))
         }
@@ -110,7 +112,7 @@ class CriticInterface:
         and for a value or reward that is not finite.
         """
         sample = apply_count_option(sample, self.options)
-        trained = TrainedTokens.of(sample, self.options)
+        trained = TrainedTokens.from_sample(sample, self.options)
         kl = kl_of_behaviour(sample, self.options, trained.tokens.mask)
         estimate = value_estimate(sample, self.options, trained, kl, self._kl.value)
         self._kl.observe(*kl_of_rollouts(kl, trained))
@@ -164,9 +166,9 @@ class CriticInterface:
         passes = self.critic.sample_reuse or self.options.sample_reuse
         minibatches = []
         for part in split_updates(prepared, n, passes, context.seed):
-            tokens = PredictedTokens.of(part)
+            tokens = PredictedTokens.from_sample(part)
             weights = token_weights(tokens, "token_mean")
-            weighted = weighted_part(part, {WEIGHTS: weights}, tokens.having(tokens.mask))
+            weighted = weighted_part(part, {WEIGHTS: weights}, tokens.sequences_with(tokens.mask))
             if weighted is not None:
                 minibatches.append(weighted)
         return minibatches
@@ -252,7 +254,7 @@ class ValueObjective:
         positions."""
         predicted = outputs.values()
         device = predicted.device
-        mask = PredictedTokens.of(part).mask.to(device)
+        mask = PredictedTokens.from_sample(part).mask.to(device)
         target, before, weights = (part[key].to(device) for key in (TARGETS, BEFORE, WEIGHTS))
         losses, clipped = value_loss(predicted, before, target, self._clip)
         stats = {

@@ -45,7 +45,7 @@ def length_penalties(sample: SequenceSample, length: int | None, buffer: float) 
     """
     if length is None or not buffer:
         return torch.zeros(())
-    tokens = PredictedTokens.of(sample)
+    tokens = PredictedTokens.from_sample(sample)
     count = torch.bincount(tokens.owner[tokens.mask], minlength=tokens.n_rollouts)
     return overlong_penalty(count, length, buffer)[tokens.rollout]
 

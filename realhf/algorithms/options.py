@@ -351,8 +351,8 @@ class ResolvedOptions(PolicyGradientOptions):
     dynamic_sampling: float
     overlong_buffer: float
 
-    def chosen(self, given: PolicyGradientOptions) -> dict[str, Any]:
-        """Return the options ``given`` as plain values, with those that depend on how tokens are
+    def to_plain_values(self, config: PolicyGradientOptions) -> dict[str, Any]:
+        """Return the options ``config`` as plain values, with those that depend on how tokens are
         sampled.
 
         Resolving the result in another process gives the same options, without knowledge of the
@@ -368,8 +368,11 @@ class ResolvedOptions(PolicyGradientOptions):
                 "dynamic_sampling",
             )
         }
-        resolved["algo"] = absolute(given.algo)
-        return {**{every.name: getattr(given, every.name) for every in fields(given)}, **resolved}
+        resolved["algo"] = absolute(config.algo)
+        return {
+            **{item.name: getattr(config, item.name) for item in fields(config)},
+            **resolved,
+        }
 
     def token_loss(self) -> Callable[..., Any]:
         """Return the policy loss, a function of the ``LossTerms`` of a microbatch and these
@@ -379,7 +382,7 @@ class ResolvedOptions(PolicyGradientOptions):
             and self.algorithm.loss is not None
             and self.loss == self.algo
         ):
-            return partial(_call_with_own, self.algorithm.loss, self.own)
+            return partial(_call_with_options, self.algorithm.loss, self.own)
         return policy_losses.get(self.loss)
 
     def estimator(self) -> Callable[..., Any]:
@@ -389,7 +392,7 @@ class ResolvedOptions(PolicyGradientOptions):
             and self.algorithm.advantages is not None
             and self.adv_estimator == self.algo
         ):
-            return partial(_call_with_own, self.algorithm.advantages, self.own)
+            return partial(_call_with_options, self.algorithm.advantages, self.own)
         return advantage_estimators.get(self.adv_estimator)
 
     @property
@@ -446,10 +449,10 @@ class ResolvedOptions(PolicyGradientOptions):
         return tuple(key for key, needed in needed_of.items() if needed)
 
 
-def _call_with_own(function: Callable[..., Any], own: Any, *given: Any) -> Any:
+def _call_with_options(function: Callable[..., Any], options: Any, *args: Any) -> Any:
     """Return ``function`` of the given arguments, with the options of the custom algorithm as the
     last one."""
-    return function(*given, own)
+    return function(*args, options)
 
 
 def batch_problems(ppo: PolicyGradientOptions, config: ExperimentConfig) -> Iterator[str]:
@@ -489,7 +492,7 @@ def policy_gradient_options(
     """
     if isinstance(options, PolicyGradientOptions):
         return options
-    known = [every.name for every in fields(PolicyGradientOptions)]
+    known = [item.name for item in fields(PolicyGradientOptions)]
     for name in options:
         if name not in known:
             close = difflib.get_close_matches(str(name), known, n=1)

@@ -102,8 +102,8 @@ class PolicyGradientInterface:
     ) -> None:
         if not temperature > 0:
             raise ValueError(f"temperature must be positive to train, got {temperature}")
-        given = ppo if ppo is not None else PolicyGradientOptions()
-        self.options = resolve(given, loss_scale_len=loss_scale_len, own=algorithm)
+        configured = ppo if ppo is not None else PolicyGradientOptions()
+        self.options = resolve(configured, loss_scale_len=loss_scale_len, own=algorithm)
         self._temperature = temperature
         self._skip_zero = skip_zero_advantage
         self._first_step = first_step
@@ -140,7 +140,7 @@ class PolicyGradientInterface:
             result = model.engine.train_batch(part, objective, mb_spec=context.mb_spec)
             if not results:
                 # Only before the first update do engine and trainer have the same weights.
-                trained_mask = component_mask(part, RL, PredictedTokens.of(part).mask)
+                trained_mask = component_mask(part, RL, PredictedTokens.from_sample(part).mask)
                 stats |= mismatch_statistics(result.kept[MISMATCH][trained_mask])
             if record is not None:
                 record.add(part, result.kept)
@@ -171,7 +171,7 @@ class PolicyGradientInterface:
         """Return the staleness statistics of the valid sequences."""
         if "packed_versions" not in sample.keys:
             return {}
-        tokens = PredictedTokens.of(sample)
+        tokens = PredictedTokens.from_sample(sample)
         tokens = replace(tokens, mask=tokens.mask & valid_sequences(sample)[tokens.sequence])
         return staleness_statistics(sample["packed_versions"].cpu(), tokens, step)
 
@@ -220,13 +220,13 @@ class PolicyGradientInterface:
         ``loss_mask`` is False on invalid and, with ``mask_too_long``, truncated sequences.
         """
         sample = apply_count_option(sample, self.options)
-        trained = TrainedTokens.of(sample, self.options)
+        trained = TrainedTokens.from_sample(sample, self.options)
         rewards = sample["rewards"].cpu().float()
         tokens = trained.tokens
         valid = trained.valid
         mask = trained.tokens.mask
         # Length and entropy statistics include truncated sequences, even if those do not train.
-        valid_mask = PredictedTokens.of(sample).mask & valid[tokens.sequence]
+        valid_mask = PredictedTokens.from_sample(sample).mask & valid[tokens.sequence]
         valid_tokens = replace(tokens, mask=component_mask(sample, RL, valid_mask))
         kl = kl_of_behaviour(sample, self.options, mask)
         advantages, distillation_stats = self._advantages(sample, trained, kl)
@@ -328,17 +328,17 @@ class PolicyGradientInterface:
 
     def _has_gradient(self, part: SequenceSample) -> Tensor:
         """Return which sequences have a gradient, bool (n_sequences,)."""
-        tokens = PredictedTokens.of(part)
+        tokens = PredictedTokens.from_sample(part)
         options = self.options
         every_token_has_gradient = (
             options.kl_loss_coef != 0 or options.entropy_coef != 0 or not self._skip_zero
         )
         if every_token_has_gradient:
-            return tokens.having(tokens.mask)
+            return tokens.sequences_with(tokens.mask)
         has_gradient = part[ADVANTAGES] != 0
         for key in TOKEN_TERMS:
             has_gradient = has_gradient | component_mask(part, key, tokens.mask)
-        return tokens.having(tokens.mask & has_gradient)
+        return tokens.sequences_with(tokens.mask & has_gradient)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the count of consecutive updates without a finite gradient, and the weight of the
@@ -408,7 +408,7 @@ class RecordedStep:
 
     def __init__(self, step: int, batch: SequenceSample) -> None:
         self._step = step
-        tokens = PredictedTokens.of(batch)
+        tokens = PredictedTokens.from_sample(batch)
         size = len(tokens.mask)
         self._tokens = tokens
         self._advantages = batch[ADVANTAGES].cpu()
@@ -421,7 +421,7 @@ class RecordedStep:
         self._clipped = torch.zeros(size, dtype=torch.bool)
         self._updated = False
 
-    def add(self, part: SequenceSample, kept: Mapping[str, Tensor]) -> None:
+    def add(self, part: SequenceSample, loss_values: Mapping[str, Tensor]) -> None:
         """Record a trained minibatch and the values that its loss kept.
 
         A later pass over the same tokens replaces the values of an earlier one.
@@ -430,11 +430,11 @@ class RecordedStep:
         if PROXIMAL in part.keys:
             self._before[place] = part[PROXIMAL].cpu().float()
         elif not self._updated:
-            self._before[place] = kept[CURRENT]
+            self._before[place] = loss_values[CURRENT]
         self._updated = True
-        self._current[place] = kept[CURRENT]
-        self._ratio[place] = kept[RATIO]
-        self._clipped[place] = kept[CLIPPED] > 0
+        self._current[place] = loss_values[CURRENT]
+        self._ratio[place] = loss_values[RATIO]
+        self._clipped[place] = loss_values[CLIPPED] > 0
 
     def rows(self, versions: Tensor | None) -> TrainedRows:
         """Return the recorded values. ``versions`` i32 (n,) is the version that sampled each

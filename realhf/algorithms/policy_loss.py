@@ -100,7 +100,7 @@ class PolicyObjective:
     ) -> tuple[Tensor, dict[str, float]]:
         """Return the loss of a microbatch (scalar) and the sums of its statistics over tokens."""
         options = self._options
-        tokens = PredictedTokens.of(part)
+        tokens = PredictedTokens.from_sample(part)
         logprobs, entropy = outputs.logprobs(
             temperature=self._temperature, with_entropy=options.entropy_coef != 0
         )
@@ -163,7 +163,9 @@ class PolicyObjective:
         """
         # The KL term may apply to tokens without an advantage; the statistics are over trained
         # tokens.
-        kl_mask = component_mask(part, KL, PredictedTokens.of(part).mask.to(mask.device)) | mask
+        kl_mask = (
+            component_mask(part, KL, PredictedTokens.from_sample(part).mask.to(mask.device)) | mask
+        )
         ref_logprobs = torch.where(kl_mask, part["packed_ref_logprobs"].to(mask.device), 0.0)
         current_logprobs = torch.where(kl_mask, logprobs, 0.0)
         kl_of_trained = torch.where(

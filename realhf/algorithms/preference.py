@@ -190,8 +190,8 @@ class PairwiseInterface(ABC):
         ``stop`` after ``max_nonfinite_steps`` consecutive updates without a finite gradient. A
         batch without a training pair makes no update.
         """
-        tokens = PredictedTokens.of(sample)
-        has_tokens = tokens.having(tokens.mask)
+        tokens = PredictedTokens.from_sample(sample)
+        has_tokens = tokens.sequences_with(tokens.mask)
         pairs, held_out_pairs = self._split_pairs(sample, tokens, has_tokens)
         in_pair = torch.zeros(tokens.n_rollouts, dtype=torch.bool)
         for part in (pairs, held_out_pairs):
@@ -297,7 +297,7 @@ class DPOInterface(PairwiseInterface):
         logprobs = model.engine.logprobs(
             sample, temperature=self._temperature, mb_spec=context.mb_spec
         )
-        tokens = PredictedTokens.of(sample)
+        tokens = PredictedTokens.from_sample(sample)
         log_ratio = logprobs.cpu().double() - sample["packed_ref_logprobs"].cpu().double()
         zeros = torch.zeros(tokens.n_sequences, dtype=torch.float64)
         return self._beta * zeros.index_add(
@@ -307,7 +307,7 @@ class DPOInterface(PairwiseInterface):
     def prepare(self, model: Model, sample: SequenceSample, factors: Tensor) -> SequenceSample:
         """See ``PairwiseInterface``."""
         del model
-        tokens = PredictedTokens.of(sample)
+        tokens = PredictedTokens.from_sample(sample)
         weights = torch.where(tokens.mask, self._beta * factors[tokens.sequence], 0.0)
         return _with_weights(
             sample.select({"packed_input_ids", "loss_mask"}), weights, factors != 0
@@ -353,20 +353,20 @@ class RewardModelInterface(PairwiseInterface):
 
     def row_scores(self, model: Model, sample: SequenceSample, context: CallContext) -> Tensor:
         """See ``PairwiseInterface``. Raises ValueError for a model without a value head."""
-        tokens = PredictedTokens.of(sample)
+        tokens = PredictedTokens.from_sample(sample)
         end_rows = truncate_after_policy(sample, model.tokenizer)
         values = model.engine.forward(
             end_rows, lambda outputs, _: outputs.values(), mb_spec=context.mb_spec
         )
-        end_tokens = PredictedTokens.of(end_rows)
+        end_tokens = PredictedTokens.from_sample(end_rows)
         scores = torch.zeros(end_tokens.n_sequences, dtype=torch.float64)
         scores[end_tokens.sequence[end_tokens.mask]] = values.cpu().double()[end_tokens.mask]
-        return torch.where(tokens.having(tokens.mask), scores, 0.0)
+        return torch.where(tokens.sequences_with(tokens.mask), scores, 0.0)
 
     def prepare(self, model: Model, sample: SequenceSample, factors: Tensor) -> SequenceSample:
         """See ``PairwiseInterface``."""
         end_rows = truncate_after_policy(sample, model.tokenizer)
-        tokens = PredictedTokens.of(end_rows)
+        tokens = PredictedTokens.from_sample(end_rows)
         return _with_weights(
             end_rows, torch.where(tokens.mask, factors[tokens.sequence], 0.0), factors != 0
         )
@@ -403,9 +403,9 @@ class RewardModelInterface(PairwiseInterface):
         mean of the model's part, and how often the model agrees with the verifier on the pairs of a
         group.
         """
-        tokens = PredictedTokens.of(sample)
+        tokens = PredictedTokens.from_sample(sample)
         verifier_rewards = sample[VERIFIER_REWARDS].cpu().double()
-        is_scored = tokens.having(tokens.mask) & torch.isfinite(verifier_rewards)
+        is_scored = tokens.sequences_with(tokens.mask) & torch.isfinite(verifier_rewards)
         row_scores = self.row_scores(model, sample, context)
         zeros = torch.zeros(tokens.n_rollouts, dtype=torch.float64)
         scores = zeros.index_add(
@@ -490,5 +490,7 @@ def _with_weights(sample: SequenceSample, weights: Tensor, keep: Tensor) -> Sequ
 def _weighted_loss(values: Tensor, part: SequenceSample) -> Tensor:
     """Return the sum of ``values`` (n,) times ``loss_weights`` over the mask, a scalar."""
     return weighted_sum(
-        values, part[WEIGHTS].to(values.device), PredictedTokens.of(part).mask.to(values.device)
+        values,
+        part[WEIGHTS].to(values.device),
+        PredictedTokens.from_sample(part).mask.to(values.device),
     )

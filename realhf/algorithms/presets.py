@@ -296,10 +296,10 @@ class Table:
 
 def options_text(options: Mapping[str, Any]) -> str:
     """Return options as Markdown in command line form, without the section (eps_clip=0.2)."""
-    given = {name: value for name, value in options.items() if value is not None}
+    set_options = {name: value for name, value in options.items() if value is not None}
     return " ".join(
         f"`{name}={str(value).lower() if value is True else value}`"
-        for name, value in given.items()
+        for name, value in set_options.items()
     )
 
 

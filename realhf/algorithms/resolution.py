@@ -99,8 +99,8 @@ def resolve(
     if algorithm is not None:
         config = _apply_off_policy(config, algorithm.preset, sampler_differs=sampler_differs)
     config = _apply_correction(config)
-    given = {every.name: getattr(config, every.name) for every in fields(config)}
-    set_values = {name: item for name, item in given.items() if item is not None}
+    values = {item.name: getattr(config, item.name) for item in fields(config)}
+    set_values = {name: item for name, item in values.items() if item is not None}
     value = {**COMMON, **preset, **set_values}
     if algorithm is not None and (wrong := [*_custom_algorithm_problems(config, value, algorithm)]):
         raise ValueError("\n".join(f"ppo.{line}" for line in wrong))
@@ -365,7 +365,10 @@ def check_effects(config: PolicyGradientOptions, value: Mapping[str, Any]) -> No
 
     ``config`` are the options as given, ``value`` all options with those of the preset filled in.
     """
-    for problem in (*_without_effect(config, value), *_contradictions(config, value)):
+    for problem in (
+        *_find_ineffective_options(config, value),
+        *_find_contradictions(config, value),
+    ):
         raise ValueError(f"ppo.{problem}")
 
 
@@ -384,7 +387,9 @@ def _unread_clip_options(loss: str) -> Sequence[str]:
     return [name for name in CLIP_OPTIONS if name not in read]
 
 
-def _without_effect(config: PolicyGradientOptions, value: Mapping[str, Any]) -> Iterator[str]:
+def _find_ineffective_options(
+    config: PolicyGradientOptions, value: Mapping[str, Any]
+) -> Iterator[str]:
     """Yield a line for every option that is set but has no effect."""
     loss = value["loss"]
     estimator = value["adv_estimator"]
@@ -452,7 +457,7 @@ def _without_effect(config: PolicyGradientOptions, value: Mapping[str, Any]) -> 
         yield "recompute_logprob has no effect with loss 'reinforce' and without kl_ctl: remove it"
 
 
-def _contradictions(config: PolicyGradientOptions, value: Mapping[str, Any]) -> Iterator[str]:
+def _find_contradictions(config: PolicyGradientOptions, value: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for every option that contradicts others."""
     estimator = value["adv_estimator"]
     recomputed = value["recompute_logprob"]

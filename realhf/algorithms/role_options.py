@@ -67,10 +67,10 @@ class CriticOptimizerConfig(OptimizerConfig):
         on_resume="warns",
     )
 
-    def at(self, rate: float) -> OptimizerConfig:
+    def with_default_lr(self, rate: float) -> OptimizerConfig:
         """The same optimizer with the default learning rate ``rate``."""
-        given = {every.name: getattr(self, every.name) for every in fields(OptimizerConfig)}
-        return OptimizerConfig(**{**given, "lr": rate if given["lr"] is None else given["lr"]})
+        values = {item.name: getattr(self, item.name) for item in fields(OptimizerConfig)}
+        return OptimizerConfig(**{**values, "lr": rate if values["lr"] is None else values["lr"]})
 
 
 @dataclass
@@ -125,7 +125,7 @@ class CriticConfig(CriticOptions, ModelConfig):
         at_least=0,
     )
 
-    def learning(self, n_minibatches: int, sample_reuse: int) -> dict[str, Any]:
+    def to_critic_options(self, n_minibatches: int, sample_reuse: int) -> dict[str, Any]:
         """Return the options of ``CriticOptions`` as plain values.
 
         ``n_minibatches`` and ``sample_reuse`` are those of the actor. With one update per step
@@ -136,9 +136,9 @@ class CriticConfig(CriticOptions, ModelConfig):
         ) == 1
         idle = ("value_clip",) if has_one_update else ()
         active = {
-            every.name: getattr(self, every.name)
-            for every in fields(CriticOptions)
-            if every.name not in idle
+            item.name: getattr(self, item.name)
+            for item in fields(CriticOptions)
+            if item.name not in idle
         }
         return {**dict.fromkeys(idle), **active}
 

@@ -42,8 +42,8 @@ class SelfTeacherInterface:
 
         ``told`` is the fraction of the sequences with a trainable token that have feedback.
         """
-        tokens = PredictedTokens.of(sample)
-        trains = tokens.having(tokens.mask)
+        tokens = PredictedTokens.from_sample(sample)
+        trains = tokens.sequences_with(tokens.mask)
         prompts = (
             sample[FEEDBACK_PROMPT]
             .cpu()
@@ -56,7 +56,7 @@ class SelfTeacherInterface:
         mask = tokens.mask & has_feedback[tokens.sequence]
         if bool(mask.any()):
             with_feedback = replace_prompts(sample, prompts, has_feedback)
-            teacher_mask = PredictedTokens.of(with_feedback).mask
+            teacher_mask = PredictedTokens.from_sample(with_feedback).mask
             student_logprobs = self._logprobs(
                 model, _mask_other_rows(sample, has_feedback), context
             )

@@ -38,7 +38,7 @@ class SFTInterface:
         ``positions_per_token`` and ``skipped``, and the reason ``stop`` after
         ``max_nonfinite_steps`` consecutive updates without a finite gradient.
         """
-        tokens = PredictedTokens.of(sample)
+        tokens = PredictedTokens.from_sample(sample)
         weights = token_weights(tokens, self._aggregation)
         keys = [key for key in ("packed_input_ids", "loss_mask") if key in sample.keys]
         batch = replace_keys(sample.select(keys), shifted={"loss_weights": weights})
@@ -61,7 +61,7 @@ class SFTInterface:
     ) -> dict[str, float]:
         """Return ``nll`` per trainable token (nats) and ``n_tokens``, without an update."""
         logprobs = model.engine.logprobs(sample, temperature=1.0, mb_spec=context.mb_spec)
-        mask = PredictedTokens.of(sample).mask
+        mask = PredictedTokens.from_sample(sample).mask
         n_tokens = int(mask.sum())
         return {
             "nll": -float(logprobs[mask].double().sum()) / max(1, n_tokens),
@@ -76,7 +76,7 @@ class SFTInterface:
 
     def loss_of(self, logprobs: Tensor, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
         """Return the loss of a microbatch from the log-probabilities of its tokens, f32 (L-1)."""
-        mask = PredictedTokens.of(part).mask.to(logprobs.device)
+        mask = PredictedTokens.from_sample(part).mask.to(logprobs.device)
         total = -weighted_sum(logprobs, part["loss_weights"].to(logprobs.device), mask)
         nll = -float(torch.where(mask, logprobs.detach(), 0.0).double().sum())
         return total, {"nll": nll, "n_tokens": float(mask.sum())}

@@ -82,13 +82,13 @@ class TrainedTokens:
     """Valid sequences without those that ``mask_too_long`` excludes, bool (n_sequences,)."""
 
     @staticmethod
-    def of(sample: SequenceSample, options: ResolvedOptions) -> TrainedTokens:
+    def from_sample(sample: SequenceSample, options: ResolvedOptions) -> TrainedTokens:
         """Return the trained tokens of a batch.
 
         Reads ``loss_mask``, ``rl_weights``, ``outcome`` and, with ``mask_too_long``,
         ``seq_no_eos_mask``.
         """
-        tokens = PredictedTokens.of(sample)
+        tokens = PredictedTokens.from_sample(sample)
         valid = valid_sequences(sample)
         trainable = valid & ~truncated_sequences(sample) if options.mask_too_long else valid
         mask = component_mask(sample, RL, tokens.mask & trainable[tokens.sequence])
@@ -284,7 +284,7 @@ def rollout_means(values: Tensor, valid: Tensor, rollout: Tensor) -> tuple[Tenso
     return total / count.clamp(min=1), count > 0
 
 
-def by_rollout(estimator: Estimator, rollout: Tensor) -> Estimator:
+def compare_rollouts(estimator: Estimator, rollout: Tensor) -> Estimator:
     """Return an estimator over sequences that compares rollouts.
 
     The inputs and the result of the returned estimator are per sequence; ``rollout`` i64 (n,) is
@@ -316,7 +316,7 @@ def _rollout_estimator(options: ResolvedOptions, trained: TrainedTokens) -> Esti
     estimator = options.estimator()
     if options.adv_estimator == PASS_AT_K:
         estimator = partial(estimator, k=options.pass_at_k)
-    return by_rollout(estimator, trained.tokens.rollout)
+    return compare_rollouts(estimator, trained.tokens.rollout)
 
 
 def _sequence_estimates(

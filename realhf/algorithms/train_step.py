@@ -81,14 +81,14 @@ class PredictedTokens:
         """Index of the rollout of each position, i64 (n,)."""
         return self.rollout[self.sequence]
 
-    def having(self, positions: Tensor) -> Tensor:
+    def sequences_with(self, positions: Tensor) -> Tensor:
         """Return which sequences contain one of ``positions`` bool (n,): bool (n_sequences,)."""
         has_position = torch.zeros(self.n_sequences, dtype=torch.bool)
         has_position[self.sequence[positions]] = True
         return has_position
 
     @staticmethod
-    def of(sample: SequenceSample) -> PredictedTokens:
+    def from_sample(sample: SequenceSample) -> PredictedTokens:
         """Return the predicted tokens of a batch.
 
         Reads ``loss_mask`` (all True if absent), the lengths of ``packed_input_ids`` and
@@ -205,7 +205,7 @@ def component_weights(
     ``loss_weights`` covers all trained tokens. Each key of ``COMPONENTS`` that ``part`` holds
     covers its own tokens: their aggregation weights times ``part[key]``.
     """
-    tokens = PredictedTokens.of(part)
+    tokens = PredictedTokens.from_sample(part)
     turn = predicted(part, TURN_IDS) if TURN_IDS in part.keys else None
     weights = {WEIGHTS: token_weights(tokens, aggregation, loss_scale_len, turn)}
     for key in COMPONENTS:
@@ -231,7 +231,7 @@ def component_sum(values: Tensor, part: SequenceSample, component: str) -> Tenso
 
     The result keeps the graph of ``values``. Values at other tokens are ignored, NaN included.
     """
-    mask = component_mask(part, component, PredictedTokens.of(part).mask.to(values.device))
+    mask = component_mask(part, component, PredictedTokens.from_sample(part).mask.to(values.device))
     return weighted_sum(
         values, part[component if component in part.keys else WEIGHTS].to(values.device), mask
     )

@@ -121,12 +121,12 @@ class _TextEpisodeAgent:
     max_turns: int
 
     async def play(
-        self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int
+        self, env: Environment, request: EpisodeRequest, llm: TokenSource, slot: int
     ) -> RolloutOutcome:
         """See ``EpisodeAgent``."""
         seen = RecordingEnvironment(env)
-        text_turns = _TextTurns(seen, wanted.task.payload["task"]["solution"], llm, slot)
-        return await play_episode(seen, wanted, text_turns, self.max_turns)
+        text_turns = _TextTurns(seen, request.task.payload["task"]["solution"], llm, slot)
+        return await play_episode(seen, request, text_turns, self.max_turns)
 
 
 class _TextTurns:

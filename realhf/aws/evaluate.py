@@ -148,13 +148,13 @@ class _RecordingAgent:
         self._on_episode = on_episode
 
     async def play(
-        self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int
+        self, env: Environment, request: EpisodeRequest, llm: TokenSource, slot: int
     ) -> RolloutOutcome:
         """Play the episode with the wrapped agent and record its result."""
         seen = RecordingEnvironment(env)
-        outcome = await self._agent.play(seen, wanted, llm, slot)
-        record = self.records[wanted.index] = _build_record(
-            self._tasks[wanted.index], outcome, seen.turns
+        outcome = await self._agent.play(seen, request, llm, slot)
+        record = self.records[request.index] = _build_record(
+            self._tasks[request.index], outcome, seen.turns
         )
         self._on_episode(record)
         return outcome

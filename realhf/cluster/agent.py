@@ -55,9 +55,9 @@ from realhf.transport.network import connect_encrypted
 from realhf.transport.sockets import (
     REACHED_WITHIN_S,
     HandshakeWatch,
-    dealer,
+    collect_versions,
     describe_unreached,
-    own_versions,
+    open_dealer,
 )
 
 MARK = ".realhf-host"
@@ -267,7 +267,7 @@ class HostAgent:
         )
 
     def _connect(self) -> zmq.Socket[bytes]:
-        socket = dealer(self._context)
+        socket = open_dealer(self._context)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.IMMEDIATE, 1)
         connect_encrypted(socket, self._launcher, self._key.server_public, self._key.own)
@@ -285,15 +285,15 @@ class HostAgent:
         began = process_clock.now()
         last_hello = 0.0
         while process_clock.now() < min(deadline, began + REACHED_WITHIN_S):
-            watch.look()
-            if watch.refused:
+            watch.process_events()
+            if watch.refusal:
                 raise NetworkError(
-                    f"host {self._name}: the launcher at {self._launcher} {watch.refused}"
+                    f"host {self._name}: the launcher at {self._launcher} {watch.refusal}"
                 )
             if watch.handshakes and process_clock.now() - last_hello > HELLO_S:
                 hello = describe_host(self._name, self._launcher, self._folder, self._wants)
                 self._send(
-                    socket, "hello", hello, versions=own_versions(), node=os.uname().nodename
+                    socket, "hello", hello, versions=collect_versions(), node=os.uname().nodename
                 )
                 last_hello = process_clock.now()
             if not socket.poll(int(POLL_S * 1000)):

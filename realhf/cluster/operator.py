@@ -27,8 +27,13 @@ from realhf.cluster.placement import PACKED, kind_of
 from realhf.scheduler.base import BeginAgain, WorkerEvent, WorkerExit, WorkersWanted
 from realhf.transport.envelope import field, unpack_header
 from realhf.transport.errors import NetworkError, ProtocolError
-from realhf.transport.network import connect_encrypted, host_of
-from realhf.transport.sockets import REACHED_WITHIN_S, HandshakeWatch, dealer, describe_unreached
+from realhf.transport.network import connect_encrypted, parse_host
+from realhf.transport.sockets import (
+    REACHED_WITHIN_S,
+    HandshakeWatch,
+    describe_unreached,
+    open_dealer,
+)
 
 ANSWER_S = 30.0
 """Timeout of a request in seconds."""
@@ -43,10 +48,10 @@ def ask_launcher(
     key_file: the launcher's own file of keys. Raises NetworkError if the launcher is not reached or
     refuses the keys, and ProtocolError if it does not answer within ``ANSWER_S``.
     """
-    host_of(launcher)
+    parse_host(launcher)
     key = LauncherKeys.read(key_file.expanduser()).operator_key
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = dealer(context)
+    socket = open_dealer(context)
     watch = HandshakeWatch(socket)
     session = os.urandom(16)
     began = process_clock.now()
@@ -54,9 +59,9 @@ def ask_launcher(
         connect_encrypted(socket, launcher, key.server_public, key.own)
         socket.send_multipart(pack_message(kind, session, message or Nothing()))
         while not socket.poll(POLL_MS):
-            watch.look()
-            if watch.refused:
-                raise NetworkError(f"the launcher at {launcher} {watch.refused}")
+            watch.process_events()
+            if watch.refusal:
+                raise NetworkError(f"the launcher at {launcher} {watch.refusal}")
             if not watch.reached and process_clock.now() - began > REACHED_WITHIN_S:
                 raise NetworkError(f"the launcher at {launcher} {describe_unreached()}")
             if process_clock.now() - began > ANSWER_S:

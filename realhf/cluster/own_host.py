@@ -19,7 +19,12 @@ from realhf.base.process import boot_id, host_token
 from realhf.cluster.messages import HostHello
 from realhf.monitor.provenance import package_versions
 from realhf.scheduler.gpus import gpus_anywhere
-from realhf.transport.network import LOOPBACK_ADDRESS, address_towards, host_of, on_loopback
+from realhf.transport.network import (
+    LOOPBACK_ADDRESS,
+    find_route_address,
+    is_loopback_endpoint,
+    parse_host,
+)
 
 
 def host_name() -> str:
@@ -74,7 +79,11 @@ def describe_host(name: str, launcher: str, folder: Path, wants: Mapping[str, in
     """
     import psutil
 
-    own = LOOPBACK_ADDRESS if on_loopback(launcher) else address_towards(host_of(launcher))
+    own = (
+        LOOPBACK_ADDRESS
+        if is_loopback_endpoint(launcher)
+        else find_route_address(parse_host(launcher))
+    )
     return HostHello(
         name=name,
         cores=usable_cores(),

@@ -68,7 +68,7 @@ from realhf.scheduler.base import (
 )
 from realhf.scheduler.local import LocalScheduler
 from realhf.scheduler.process import failure_cause, fatal_line
-from realhf.transport.sockets import allow_many_connections
+from realhf.transport.sockets import raise_descriptor_limit
 
 JOB = "job"
 MASTER = "master"
@@ -326,7 +326,7 @@ class ClusterScheduler:
                 )
             if self._starter is not None:
                 self._starter.check()
-            allow_many_connections()  # each host has one
+            raise_descriptor_limit()  # each host has one
             options = self._options
             bind = f"tcp://{options.address}:{options.port}"
             try:

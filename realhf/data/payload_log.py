@@ -51,7 +51,7 @@ class PayloadLog:
         self._root = folder
         self._rank = rank
         self._segment_bytes = segment_bytes
-        self._folder = _folder_of(folder, rank)
+        self._folder = _rank_folder(folder, rank)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._next = max(self.segments(), default=-1) + 1
         self._active = -1
@@ -70,7 +70,7 @@ class PayloadLog:
 
     def segments(self) -> list[int]:
         """Return the numbers of this rank's segments, in ascending order."""
-        return _segments(self._folder)
+        return _list_segments(self._folder)
 
     def append(self, items: Sequence[Sequence[Any]]) -> list[PayloadRef]:
         """Write one record per item, make all of them durable with one sync, and return their
@@ -110,7 +110,7 @@ class PayloadLog:
         """
         segment, offset, nbytes = ref[:3]
         try:
-            with open(_path(_folder_of(self._root, rank_of(ref)), segment), "rb") as file:
+            with open(_segment_path(_rank_folder(self._root, rank_of(ref)), segment), "rb") as file:
                 file.seek(offset)
                 raw = memoryview(file.read(nbytes))
         except (OSError, ValueError) as error:
@@ -139,7 +139,7 @@ class PayloadLog:
         numbers of the deleted segments."""
         deleted = [n for n in self.segments() if n not in segments and n != self._active]
         for number in deleted:
-            _path(self._folder, number).unlink()
+            _segment_path(self._folder, number).unlink()
         return deleted
 
     def sweep(self, alive: Collection[PayloadRef], ranks: int) -> None:
@@ -148,14 +148,14 @@ class PayloadLog:
 
         They belong to an earlier start of the run with more ranks, so no process writes to them.
         """
-        kept = {(rank_of(ref), ref[0]) for ref in alive}
+        live_segments = {(rank_of(ref), ref[0]) for ref in alive}
         for folder in self._root.glob("rank-*"):
             rank = folder.name.removeprefix("rank-")
             if not rank.isdigit() or int(rank) < ranks:
                 continue
-            for number in _segments(folder):
-                if (int(rank), number) not in kept:
-                    _path(folder, number).unlink()
+            for number in _list_segments(folder):
+                if (int(rank), number) not in live_segments:
+                    _segment_path(folder, number).unlink()
             with contextlib.suppress(OSError):  # The folder is not empty.
                 folder.rmdir()
 
@@ -172,7 +172,7 @@ class PayloadLog:
         self.close()
         number = self._next
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._descriptor = os.open(_path(self._folder, number), flags, 0o644)
+        self._descriptor = os.open(_segment_path(self._folder, number), flags, 0o644)
         self._active = number
         self._next = number + 1
         self._end = 0
@@ -183,17 +183,17 @@ class PayloadLog:
             os.close(folder)
 
 
-def _folder_of(root: Path, rank: int) -> Path:
+def _rank_folder(root: Path, rank: int) -> Path:
     """Return the folder of a rank's log."""
     return root / f"rank-{int(rank)}" if rank else root
 
 
-def _path(folder: Path, segment: int) -> Path:
+def _segment_path(folder: Path, segment: int) -> Path:
     """Return the path of a segment."""
     return folder / f"payload-{int(segment):06d}.log"
 
 
-def _segments(folder: Path) -> list[int]:
+def _list_segments(folder: Path) -> list[int]:
     """Return the numbers of the segments in a folder, in ascending order."""
     stems = [path.stem.removeprefix("payload-") for path in folder.glob("payload-*.log")]
     return sorted(int(stem) for stem in stems if stem.isdigit())

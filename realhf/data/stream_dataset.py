@@ -420,7 +420,7 @@ class StreamHost:
             [
                 STREAM_OPEN.served_by(self.open),
                 STREAM_RESTORE.served_by(
-                    lambda asked: RestoreStreamAnswer(self._opened().restore(asked.items))
+                    lambda asked: RestoreStreamAnswer(self._require_dataset().restore(asked.items))
                 ),
                 STREAM_PRUNE.served_by(self._prune),
                 STREAM_CHECK.served_by(self._check),
@@ -459,14 +459,14 @@ class StreamHost:
             self._dataset.close()
 
     def _prune(self, request: PruneStreamRequest) -> Nothing:
-        self._opened().prune(request.alive, request.newest, request.ranks)
+        self._require_dataset().prune(request.alive, request.newest, request.ranks)
         return Nothing()
 
     def _check(self, request: Nothing) -> Nothing:
-        self._opened().check()
+        self._require_dataset().check()
         return request
 
-    def _opened(self) -> StreamDataset:
+    def _require_dataset(self) -> StreamDataset:
         """Return the dataset. Raises RuntimeError if ``open`` was not called before."""
         if self._dataset is None:
             raise RuntimeError("the stream is not open")
@@ -507,9 +507,9 @@ class SampleLimits:
             raise CodecError(f"sample {id!r} has {nbytes} bytes, allowed are {self.max_bytes}")
         sample = decode_sample(frames)
         if sample.ids != (id,):
-            raise CodecError(f"sample {id!r} came with the ids {sample.ids!r:.100}")
+            raise CodecError(f"sample {id!r} has the ids {sample.ids!r:.100}")
         if sample.data is None:
-            raise CodecError(f"sample {id!r} came without data")
+            raise CodecError(f"sample {id!r} has no data")
         differing = sorted(sample.keys ^ {spec.name for spec in self.keys})
         if differing:
             raise CodecError(f"sample {id!r}: keys {differing} are missing or not expected")
@@ -547,19 +547,19 @@ def _check_key(
     shape = tuple(tensor.shape[1:])
     if dtype != spec.dtype or shape != spec.trailing:
         raise CodecError(
-            f"{_where(sample, spec)}: {dtype} {shape}, expected {spec.dtype} {spec.trailing}"
+            f"{_describe_key(sample, spec)}: {dtype} {shape}, expected {spec.dtype} {spec.trailing}"
         )
     if spec.rule != "free" and lengths != expected[spec.rule]:
         raise CodecError(
-            f"{_where(sample, spec)}: lengths {lengths!r:.80} do not fit {expected['L']!r:.80} "
+            f"{_describe_key(sample, spec)}: lengths {lengths!r:.80} do not fit {expected['L']!r:.80} "
             f"tokens"
         )
     if (
         spec.dtype in _FLOATS
         and not _is_finite(tensor)
-        and not _is_finite(_without_failures(sample, spec))
+        and not _is_finite(_drop_failures(sample, spec))
     ):
-        raise CodecError(f"{_where(sample, spec)}: a value is not finite")
+        raise CodecError(f"{_describe_key(sample, spec)}: a value is not finite")
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -571,7 +571,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return math.isfinite(total.item())
 
 
-def _without_failures(sample: SequenceSample, spec: KeySpec) -> Tensor:
+def _drop_failures(sample: SequenceSample, spec: KeySpec) -> Tensor:
     """Return the key's values. If there is one value per rollout, leave out those of failed
     rollouts, whose missing reward is encoded as NaN."""
     tensor = sample[spec.name]
@@ -589,6 +589,6 @@ def _length_lists(sample: SequenceSample) -> dict[str, list[int]]:
     return {key: lists[id(column)] for key, column in columns.items()}
 
 
-def _where(sample: SequenceSample, spec: KeySpec) -> str:
+def _describe_key(sample: SequenceSample, spec: KeySpec) -> str:
     """Return text that identifies a key of a sample in error messages."""
     return f"sample {sample.ids[0]!r}, key {spec.name!r}"

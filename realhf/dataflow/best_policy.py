@@ -79,15 +79,15 @@ class BestPolicy:
             self.metrics = _read(self._file)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RuntimeError(
-                f"{self._file} cannot be read ({error}): it says how good the policy in "
-                f"{BEST_POLICY} is. Move both "
+                f"{self._file} cannot be read ({error}): it has the metrics of the policy in "
+                f"{BEST_POLICY}. Move both "
                 f"away {ways_out}"
             ) from None
         recover_folder(self.folder)
         if self.metrics is not None and not self.folder.is_dir():
             raise RuntimeError(
-                f"{self.folder} is gone, and {self._file} says how good the policy in it was. Put "
-                f"it back, or move the "
+                f"{self.folder} is missing, although {self._file} has the metrics of the policy in "
+                f"it. Put it back, or move the "
                 f"file away {ways_out}"
             )
         with suppress(OSError, ValueError, KeyError, TypeError):

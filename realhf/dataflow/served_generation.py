@@ -25,7 +25,7 @@ from realhf.dataflow.weight_proof import (
     check_engine_weights,
     find_probe_error,
 )
-from realhf.transport.weights import layout
+from realhf.transport.weights import compute_layout
 
 
 class ServedGeneration:
@@ -127,7 +127,7 @@ class ServedGeneration:
         before = self._served.version
         changed = [] if trial else self._weight_digests.find_changed()
         tensors = self._trainer.weights()
-        slots, nbytes = layout(tensors)
+        slots, nbytes = compute_layout(tensors)
         manifest = WeightsManifest(version, "memory", "here", nbytes, "", slots, trial)
         self._served.load_weights(version, tensors, again=trial > 0)
         held = self._weight_digests.digest_after_load(manifest, tensors)

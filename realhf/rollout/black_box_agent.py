@@ -72,7 +72,7 @@ class AgentSession:
         endpoint: Session,
         system_prompt: str = "",
     ) -> None:
-        task = progress.wanted.task
+        task = progress.request.task
         self.id = task.id
         self.group = task.group
         self.seed = task.seed
@@ -97,7 +97,7 @@ class AgentSession:
 
     async def open(self) -> None:
         """Start the episode, before the agent is called. Raises EnvironmentFailure."""
-        task = self._progress.wanted.task
+        task = self._progress.request.task
         opening = await self._env.reset(task.payload, seed=task.seed)
         self.messages = [dict(message) for message in (*self._system, *opening.messages)]
         self.tools = [dict(tool) for tool in opening.tools]
@@ -122,7 +122,7 @@ class AgentSession:
         Raises EnvironmentFailure, then again at every later step, and TypeError for an object that
         is no message.
         """
-        policy_turn = self._as_sampled(_as_message(message))
+        policy_turn = self._find_policy_turn(_parse_message(message))
         async with self._step_lock:
             if self._failure is not None:
                 raise self._failure
@@ -144,7 +144,7 @@ class AgentSession:
         finally:
             self._running_step = None
 
-    def _as_sampled(self, message: Message) -> AssistantMessage:
+    def _find_policy_turn(self, message: Message) -> AssistantMessage:
         """Return the policy's turn that was answered with ``message``, with the call ids that the
         agent knows; for a message of the agent's own, that message."""
         sampled = self._endpoint.ledger.find_turn(message)
@@ -160,7 +160,7 @@ class AgentSession:
         return replace(sampled, tool_calls=tuple(calls))
 
 
-def _as_message(argument: object) -> Message:
+def _parse_message(argument: object) -> Message:
     """Return an agent's message in the form that the endpoint compares. Raises TypeError."""
     if isinstance(argument, str):
         return Message("assistant", argument)
@@ -172,14 +172,13 @@ def _as_message(argument: object) -> Message:
         )
     if body.get("role", "assistant") != "assistant":
         raise TypeError(
-            f"step takes what the model said, not a message of the role {str(body['role'])[:32]!r}"
+            f"step takes a message of the model (role assistant), not of the role {str(body['role'])[:32]!r}"
         )
     calls = body.get("tool_calls") or None
     # a message assembled from a stream may lack the id and type of a call
     if isinstance(calls, (list, tuple)):
         calls = [
-            {"id": "", **_without_none(call)} if isinstance(call, Mapping) else call
-            for call in calls
+            {"id": "", **_drop_none(call)} if isinstance(call, Mapping) else call for call in calls
         ]
     try:
         message = ChatMessage.model_validate({"role": "assistant", **body, "tool_calls": calls})
@@ -192,7 +191,7 @@ def _as_message(argument: object) -> Message:
     return Message("assistant", message.text(), message.calls())
 
 
-def _without_none(call: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_none(call: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in call.items() if value is not None}
 
 
@@ -272,7 +271,7 @@ class BlackBoxAgent:
         await self._server.stop()
 
     async def play(
-        self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int
+        self, env: Environment, request: EpisodeRequest, llm: TokenSource, slot: int
     ) -> RolloutOutcome:
         """Play one episode. The main trajectory is the outcome, the others are its ``branches``
         (``Session.outcomes``): every sampled token is in one of them.
@@ -286,16 +285,18 @@ class BlackBoxAgent:
         async with self._starting:
             await self._server.start()
         session = self._server.sessions.open(
-            llm, slot=slot, seed=wanted.sampling_seed, max_turns=wanted.task.max_turns
+            llm, slot=slot, seed=request.sampling_seed, max_turns=request.task.max_turns
         )
-        progress = EpisodeProgress(wanted)
+        progress = EpisodeProgress(request)
         agent_session = AgentSession(env, progress, session, self._system_prompt)
         try:
             ending = await self._run_agent(agent_session, progress, session)
         finally:
             agent_session.end()
             self._server.sessions.close(session)
-        outcomes = session.outcomes(replace(ending, task=wanted.task, task_text=progress.task_text))
+        outcomes = session.outcomes(
+            replace(ending, task=request.task, task_text=progress.task_text)
+        )
         return replace(
             outcomes[0],
             branches=tuple(outcomes[1:]),
@@ -319,7 +320,7 @@ class BlackBoxAgent:
             return Ending(error.kind, message=str(error))
         try:
             async with asyncio.timeout(self._timeout_s):
-                task = dict(progress.wanted.task.payload)
+                task = dict(progress.request.task.payload)
                 reward = await self._agent(task, self._server.base_url(session), agent_session)
         except TimeoutError as error:
             problem = str(error) or f"the agent was not done after {self._timeout_s:g} s"

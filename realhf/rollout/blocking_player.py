@@ -215,7 +215,7 @@ class BlockingPlayer:
 
     def play(
         self,
-        wanted: Sequence[EpisodeRequest],
+        requests: Sequence[EpisodeRequest],
         engine: BatchEngine,
         *,
         lockstep: bool = True,
@@ -229,7 +229,7 @@ class BlockingPlayer:
         with self._one_run_at_a_time():
             tokens = BatchedTokens(self.player.slots, lockstep=lockstep)
             running = asyncio.run_coroutine_threadsafe(
-                self._run(wanted, tokens, on_finished), self._thread.loop
+                self._run(requests, tokens, on_finished), self._thread.loop
             )
             try:
                 tokens.serve(engine, self._check_loop)
@@ -260,12 +260,12 @@ class BlockingPlayer:
 
     async def _run(
         self,
-        wanted: Sequence[EpisodeRequest],
+        requests: Sequence[EpisodeRequest],
         tokens: BatchedTokens,
         on_finished: Callable[[], None],
     ) -> PlayedEpisodes:
         try:
-            return await self.player.play(wanted, tokens, tokens, on_finished)
+            return await self.player.play(requests, tokens, tokens, on_finished)
         finally:
             tokens.end()
 

@@ -106,20 +106,20 @@ class ScriptAgent:
         self._on_row = on_row
 
     async def play(
-        self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int
+        self, env: Environment, request: EpisodeRequest, llm: TokenSource, slot: int
     ) -> RolloutOutcome:
         """Play the script of a request and add its row. Raises RuntimeError if it does not end as
         expected."""
-        script = self._scripts[wanted.index]
+        script = self._scripts[request.index]
         turns = ScriptedTurns(script)
-        outcome = await play_episode(env, wanted, turns, len(script.turns))
+        outcome = await play_episode(env, request, turns, len(script.turns))
         if not outcome.valid or outcome.achieved is not script.succeeds:
             raise RuntimeError(
                 f"the {script.kind} of task {script.task.id} ended as {outcome.status} "
                 f"({outcome.message or 'no message'}), expected "
                 f"{'success' if script.succeeds else 'no success'}"
             )
-        self.rows[wanted.index] = {
+        self.rows[request.index] = {
             "task_id": script.task.id,
             "group": script.task.group,
             "seed": script.task.seed,
@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"demonstrations: {error}", file=sys.stderr)
         return 1
     if not rows:
-        print(f"demonstrations: the scripted solver of {spec.name} gave none", file=sys.stderr)
+        print(f"demonstrations: the scripted solver of {spec.name} returned none", file=sys.stderr)
         return 1
     args.out.write_text(
         "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"

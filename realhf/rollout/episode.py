@@ -96,8 +96,8 @@ class TokenBuffer:
             )
         if self._policy_spoke_last is not continues:
             raise ValueError(
-                "a policy turn follows the prompt or an observation, and its rest follows it at "
-                "once"
+                "a policy turn must follow the prompt or an observation, and its continuation must "
+                "follow it directly"
             )
         if count > self.room:
             raise ValueError(
@@ -118,7 +118,7 @@ class TokenBuffer:
         """Add template and observation tokens, which have no loss. Raises ValueError unless a
         policy turn precedes."""
         if not self._policy_spoke_last:
-            raise ValueError("environment tokens follow a policy turn only")
+            raise ValueError("environment tokens must follow a policy turn")
         self.completion_ids += ids
         self.logprobs += [0.0] * len(ids)
         self.versions += [-1] * len(ids)
@@ -159,7 +159,7 @@ class TokenBuffer:
 _COLUMNS = ("prompt_ids", "completion_ids", "logprobs", "versions", "loss_mask", "turn_starts")
 
 
-def outcome_of(
+def make_outcome(
     task: Task,
     tokens: TokenBuffer | None,
     status: str,
@@ -532,7 +532,7 @@ _SOLVED = 1.0 - 1e-9
 class EpisodeProgress:
     """State of a running episode, apart from its tokens."""
 
-    wanted: EpisodeRequest
+    request: EpisodeRequest
     """The request that it is played for."""
     status: str = ""
     """Status of the finished episode; "" while it is running."""
@@ -633,8 +633,8 @@ class EpisodeProgress:
     def build_outcome(self, source: TurnSource, *, out_of_turns: bool = False) -> RolloutOutcome:
         """Return the outcome of the finished episode. ``out_of_turns``: see
         ``RolloutOutcome.out_of_turns``."""
-        return outcome_of(
-            self.wanted.task,
+        return make_outcome(
+            self.request.task,
             source.tokens,
             self.status,
             self.reward,
@@ -657,17 +657,17 @@ class EpisodeProgress:
 
 
 async def play_episode(
-    env: Environment, wanted: EpisodeRequest, source: TurnSource, max_turns: int
+    env: Environment, request: EpisodeRequest, source: TurnSource, max_turns: int
 ) -> RolloutOutcome:
     """Play one episode from its reset to its outcome.
 
     It has at most ``max_turns`` turns, or fewer if the task says so. A failure of the environment
     or the engine is an outcome. Raises ValueError if the first prompt leaves no room for a turn.
     """
-    progress = EpisodeProgress(wanted)
-    turn_limit = wanted.task.limit_turns(max_turns)
+    progress = EpisodeProgress(request)
+    turn_limit = request.task.limit_turns(max_turns)
     try:
-        opening = await env.reset(wanted.task.payload, seed=wanted.task.seed)
+        opening = await env.reset(request.task.payload, seed=request.task.seed)
         progress.start(opening)
         source.open(opening)
         while not progress.status:
@@ -684,5 +684,5 @@ async def play_episode(
     except GenerationFailed as error:
         progress.status = POLICY_FAILED
         progress.message = str(error)
-    out_of_turns = progress.status == "max_turns" and wanted.task.allows_more_than(max_turns)
+    out_of_turns = progress.status == "max_turns" and request.task.allows_more_than(max_turns)
     return progress.build_outcome(source, out_of_turns=out_of_turns)

@@ -43,7 +43,7 @@ class Feedback:
     """Limit of the prompt and its row together."""
 
     @staticmethod
-    def of(options: RolloutOptions, chat: TemplateChat) -> Feedback | None:
+    def from_options(options: RolloutOptions, chat: TemplateChat) -> Feedback | None:
         """Return the builder for the rollout options; None if they do not ask for feedback."""
         if not options.feedback:
             return None

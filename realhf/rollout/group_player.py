@@ -27,7 +27,7 @@ from realhf.api.generation import TokenSource
 from realhf.api.rollout import AGENT_FAILED, POLICY_FAILED, RolloutOutcome, parse_task
 from realhf.api.trace import NO_RECORDER, PlayedSample, RolloutRecorder
 from realhf.base.dataclass_json import to_json_value
-from realhf.rollout.episode import EpisodeRequest, outcome_of
+from realhf.rollout.episode import EpisodeRequest, make_outcome
 from realhf.rollout.generation_client import ConstrainedTokens
 from realhf.rollout.player import Player
 
@@ -158,7 +158,7 @@ class FailurePolicy:
         return n_valid >= (size if self.min_valid is None else min(self.min_valid, size))
 
 
-def first_failed(group: Sequence[RolloutOutcome]) -> RolloutOutcome:
+def find_first_failed(group: Sequence[RolloutOutcome]) -> RolloutOutcome:
     """Return the first rollout of a group that is not valid."""
     return next(outcome for outcome in group if not outcome.valid)
 
@@ -166,7 +166,7 @@ def first_failed(group: Sequence[RolloutOutcome]) -> RolloutOutcome:
 def describe_shortfall(group: Sequence[RolloutOutcome]) -> str:
     """Return a text with the number of valid rollouts of a group and the error of the first invalid
     one."""
-    failed = first_failed(group)
+    failed = find_first_failed(group)
     n_valid = sum(outcome.valid for outcome in group)
     return f"{n_valid} of {len(group)} rollouts are valid; {failed.status}: {failed.message}"
 
@@ -269,14 +269,14 @@ class GroupPlayer:
                 message = f"the sample was not over after {lease.deadline_s:g} s"
                 timings = {"wall_s": lease.deadline_s}
                 lost = [
-                    outcome_of(task, None, TIMEOUT, message=message, timings=timings)
+                    make_outcome(task, None, TIMEOUT, message=message, timings=timings)
                     for _ in requests
                 ]
                 self._recording.record_training(lease.id, lost, lease.version + 1, lease.attempt)
             raise
         self._recording.record_training(lease.id, played.outcomes, lease.version + 1, lease.attempt)
         if not self._policy.accepts(played.outcomes):
-            status = first_failed(played.outcomes).status
+            status = find_first_failed(played.outcomes).status
             raise GroupFailed(_OUTCOMES.get(status, ENV_ERROR), describe_shortfall(played.outcomes))
         return PlayedGroup(
             played.outcomes, time.perf_counter() - started_at, played.failures, played.retried

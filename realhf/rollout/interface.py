@@ -115,7 +115,7 @@ class EnvRolloutInterface:
                     f"such groups out)"
                 )
         assert self._chat is not None
-        if (feedback := Feedback.of(options, self._chat)) is not None:
+        if (feedback := Feedback.from_options(options, self._chat)) is not None:
             groups = [feedback(group) for group in groups]
         stats["episodes"] = [
             transcript(group[0], header=f"step {context.step + 1}, sample {sample_id}")

@@ -33,7 +33,7 @@ MAX_BODY_BYTES = 1 << 20
 """Largest body of a request."""
 MODEL = "policy"
 """Name of the model in answers; requests may use any name."""
-_SERVED = "POST chat/completions, GET models and, beside /v1, POST reward"
+_SERVED = "POST chat/completions, GET models and, next to /v1, POST reward"
 """Routes below the address of a session, for error messages."""
 
 
@@ -170,7 +170,7 @@ def build_app(sessions: Sessions) -> FastAPI:
     async def complete(key: str, body: ChatRequest, request: Request) -> Response:
         session = sessions.find(key)
         messages = body.conversation()
-        turn = await _while_connected(session.sample(messages, body.toolbox()), request)
+        turn = await _wait_while_connected(session.sample(messages, body.toolbox()), request)
         if turn is None:
             return Response(status_code=499)
         if await request.is_disconnected():
@@ -193,7 +193,7 @@ def build_app(sessions: Sessions) -> FastAPI:
     return app
 
 
-async def _while_connected(
+async def _wait_while_connected(
     sampling: Coroutine[Any, Any, OpenTurn], request: Request
 ) -> OpenTurn | None:
     """Return the sampled turn. If the client disconnects first, cancel the sampling and return
@@ -235,11 +235,11 @@ class _BodyLimit:
 
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
-    async def refused(request: Request, error: ApiError) -> Response:
+    async def on_api_error(request: Request, error: ApiError) -> Response:
         return JSONResponse(error.body(), error.status)
 
     @app.exception_handler(HTTPException)
-    async def not_served(request: Request, error: HTTPException) -> Response:
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
         code = {404: "unknown_url", 405: "method_not_allowed"}.get(
             error.status_code, "invalid_request"
         )
@@ -249,7 +249,7 @@ def _add_errors(app: FastAPI) -> None:
         )
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
+    async def on_validation_error(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"][1:])
         # pydantic's prefix for errors of our validators

@@ -30,7 +30,7 @@ from realhf.api.rollout import (
     PlayedTurn,
     RolloutOutcome,
 )
-from realhf.rollout.episode import Limits, TokenBuffer, outcome_of, state_number
+from realhf.rollout.episode import Limits, TokenBuffer, make_outcome, state_number
 from realhf.rollout.openai_requests import NO_TOOLS, ApiError, Message, Tools, answer
 
 _SLOT_STRIDE = 1 << 40
@@ -286,7 +286,7 @@ class TokenLedger:
                     return mark.turn
         return None
 
-    def ordered(self) -> list[Branch]:
+    def sort_branches(self) -> list[Branch]:
         """Return the trajectories with the main one first: most sampled tokens first, among equals
         the latest first."""
         return sorted(reversed(self.branches), key=lambda branch: -branch.sampled)
@@ -412,7 +412,7 @@ class Session:
         """Sample the policy's next turn, which the caller must ``keep`` or ``discard``. Raises
         ApiError."""
         if self.ended.is_set():
-            raise _session_over("this session is over")
+            raise _session_over_error("this session has ended")
         if len(self._running) >= MAX_AT_ONCE:
             raise ApiError(
                 429, "too_many_requests", f"this session has {MAX_AT_ONCE} requests under way"
@@ -424,7 +424,7 @@ class Session:
         try:
             await asyncio.wait((work,))
             if work.cancelled() or self.ended.is_set():
-                raise _session_over("this session ended meanwhile")
+                raise _session_over_error("this session has ended")
             work.result()
         except (GenerationFailed, ValueError) as error:
             self.engine_error = (
@@ -451,7 +451,7 @@ class Session:
         """
         if self.ended.is_set():
             self.discard(turn)
-            raise _session_over("this session ended meanwhile")
+            raise _session_over_error("this session has ended")
         self.ledger.keep(turn)
 
     def discard(self, turn: OpenTurn) -> None:
@@ -462,7 +462,7 @@ class Session:
         """Record the agent's reward and end the session. Raises ApiError for a second report or an
         invalid reward."""
         if self.ended.is_set():
-            raise _session_over("this session is over")
+            raise _session_over_error("this session has ended")
         try:
             self.reward = _check_replies(read_reward(reward), self.ledger.branches)
         except ValueError as error:
@@ -502,7 +502,7 @@ class Session:
         If the agent made no request, there is one without tokens. All have the same reward unless
         there is one for each (``Reward``).
         """
-        branches = self.ledger.ordered()
+        branches = self.ledger.sort_branches()
         reward = self.reward if ending.reward is None else ending.reward
         if ending.status in VALID_STATUSES and reward is not None:
             try:
@@ -527,15 +527,13 @@ class Session:
         message = ending.message
         if status in VALID_STATUSES and (branch is None or reward is None):
             status = AGENT_FAILED
-            message = (
-                "the agent asked for nothing" if branch is None else "nobody reported a reward"
-            )
+            message = "the agent requested no turn" if branch is None else "no reward was reported"
         # The whole reward belongs to the last turn.
         turns = branch.turns() if branch else ()
         rewards = [0.0 for _ in turns]
         if rewards and status in VALID_STATUSES:
             rewards[-1] = reward or 0.0
-        return outcome_of(
+        return make_outcome(
             ending.task,
             branch.tokens if branch else None,
             status,
@@ -634,5 +632,5 @@ def _find_reward(rewards: Mapping[str, float], branch: Branch) -> float | None:
     )
 
 
-def _session_over(message: str) -> ApiError:
+def _session_over_error(message: str) -> ApiError:
     return ApiError(409, "session_over", message)

@@ -339,7 +339,7 @@ class EpisodeAgent(Protocol):
     """Agent that plays episodes, many at once on one event loop."""
 
     async def play(
-        self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int
+        self, env: Environment, request: EpisodeRequest, llm: TokenSource, slot: int
     ) -> RolloutOutcome:
         """Play one episode from its reset to its outcome.
 
@@ -385,12 +385,14 @@ class TurnAgent:
             )
 
     async def play(
-        self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int
+        self, env: Environment, request: EpisodeRequest, llm: TokenSource, slot: int
     ) -> RolloutOutcome:
         """Play one episode from its reset to its outcome; failures are outcomes."""
         kind = Conversation if self._keep_reasoning else TruncatingConversation
-        conversation = kind(self._chat, self._limits, llm, slot, wanted.sampling_seed, self._system)
-        outcome = await play_episode(env, wanted, conversation, self._limits.max_turns)
+        conversation = kind(
+            self._chat, self._limits, llm, slot, request.sampling_seed, self._system
+        )
+        outcome = await play_episode(env, request, conversation, self._limits.max_turns)
         self._warn_without_calls(conversation, outcome)
         # the opening of an outcome is all that the policy read before its first turn
         if self._system:
@@ -415,7 +417,7 @@ class TurnAgent:
             _log.warning(
                 "the first %d episodes offered tools, and in no turn of the policy was a call "
                 "found; where its turns "
-                "hold calls, choose the parser of their syntax with actor.tool_parser (said once)",
+                "hold calls, choose the parser of their syntax with actor.tool_parser (logged once)",
                 _SILENT_EPISODES,
             )
 
@@ -486,7 +488,7 @@ class Player:
 
     async def play(
         self,
-        wanted: Sequence[EpisodeRequest],
+        requests: Sequence[EpisodeRequest],
         tokens: TokenSource,
         order: SlotOrder | None = None,
         on_finished: Callable[[], None] = lambda: None,
@@ -495,7 +497,7 @@ class Player:
 
         A failed episode is an outcome. Any other error cancels all episodes and is raised.
         """
-        waiting = deque(wanted)
+        waiting = deque(requests)
         outcomes: dict[int, RolloutOutcome] = {}
         played = PlayedEpisodes([])
         slots = [
@@ -510,15 +512,15 @@ class Player:
             for task in slots:
                 task.cancel()
             await asyncio.gather(*slots, return_exceptions=True)
-        played.outcomes = [outcomes[request.index] for request in wanted]
+        played.outcomes = [outcomes[request.index] for request in requests]
         return played
 
     async def play_and_close(
-        self, wanted: Sequence[EpisodeRequest], tokens: TokenSource
+        self, requests: Sequence[EpisodeRequest], tokens: TokenSource
     ) -> PlayedEpisodes:
         """Play all requests, then close the environments."""
         try:
-            return await self.play(wanted, tokens)
+            return await self.play(requests, tokens)
         finally:
             await self.close()
 
@@ -554,14 +556,14 @@ class Player:
                 order.leave(slot)
 
     async def _play_with_retries(
-        self, slot: int, wanted: EpisodeRequest, played: PlayedEpisodes, tokens: TokenSource
+        self, slot: int, request: EpisodeRequest, played: PlayedEpisodes, tokens: TokenSource
     ) -> RolloutOutcome:
         """Play an episode until it is valid or the retries are used up."""
         env = self._envs[slot]
         for attempt in range(1 + self._retries):
             env.prepare(self._retries)
             try:
-                outcome = await self._agent.play(env, wanted, tokens, slot)
+                outcome = await self._agent.play(env, request, tokens, slot)
             finally:
                 tokens.free([slot])
             played.failures.update(env.failures)

@@ -112,8 +112,8 @@ def outcomes_to_sample(
     """
     import torch
 
-    packed = _Packed()
-    coded = [_coded_rows(group, min_group_size) for group in groups]
+    packed = _PackedColumns()
+    coded = [_code_rows(group, min_group_size) for group in groups]
     for rows in coded:
         for outcome, code in rows:
             packed.add(outcome, code)
@@ -185,7 +185,7 @@ def outcomes_to_sample(
     )
 
 
-class _Packed:
+class _PackedColumns:
     """The columns of all tokens, for one rollout after the other."""
 
     def __init__(self) -> None:
@@ -226,7 +226,7 @@ class _Packed:
 
 
 def _pack_turns(
-    rows: Sequence[tuple[RolloutOutcome, int]], packed: _Packed
+    rows: Sequence[tuple[RolloutOutcome, int]], packed: _PackedColumns
 ) -> tuple[dict[str, Array], Array]:
     """Return ``turn_ids``, ``turn_rewards`` and ``turn_states`` of all rows, and the number of
     rewards of each row.
@@ -261,7 +261,7 @@ def _pack_turns(
     return arrays, np.array(counts, dtype=np.int64)
 
 
-def _coded_rows(
+def _code_rows(
     group: Sequence[RolloutOutcome], min_group_size: int
 ) -> list[tuple[RolloutOutcome, int]]:
     """Return the trajectories of a group, each rollout followed by its branches, with their outcome

@@ -53,7 +53,7 @@ def check_calls(
     return checked
 
 
-def demonstrated_calls(
+def read_demonstrated_calls(
     spec: EnvironmentSpec, request: DemonstrationRequest
 ) -> Iterator[dict[str, Any]]:
     """Yield the turns with calls of an environment's scripts. Raises ValueError for a call that
@@ -66,14 +66,18 @@ def demonstrated_calls(
                 yield message
 
 
-def one_of_each(tools: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def build_example_calls(tools: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield a call of each tool, with its required arguments."""
     for tool in tools:
         function = tool.get("function", tool)
         parameters = function.get("parameters") or {}
         required = parameters.get("required") or ()
-        known = parameters.get("properties") or {}
-        arguments = {name: _value(schema) for name, schema in known.items() if name in required}
+        properties = parameters.get("properties") or {}
+        arguments = {
+            name: _build_example_value(schema)
+            for name, schema in properties.items()
+            if name in required
+        }
         call = {
             "type": "function",
             "id": "call00000",
@@ -82,7 +86,7 @@ def one_of_each(tools: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         yield {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def _value(schema: Any) -> Any:
+def _build_example_value(schema: Any) -> Any:
     """Return a value that a schema allows; some parsers read untyped arguments by the schema."""
     if isinstance(schema, Mapping):
         if schema.get("enum"):
@@ -126,9 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             tokenizer, template_kwargs=args.template_kwargs, tool_parser=args.tool_parser
         )
         if args.request is None or spec.demonstrate is None:
-            messages = one_of_each(spec.tools)
+            messages = build_example_calls(spec.tools)
         else:
-            messages = demonstrated_calls(spec, DemonstrationRequest(**args.request))
+            messages = read_demonstrated_calls(spec, DemonstrationRequest(**args.request))
         checked = check_calls(chat, messages, spec.tools)
     except ValueError as error:
         print(" ".join(str(error).split()), file=sys.stderr)

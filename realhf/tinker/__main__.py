@@ -59,7 +59,7 @@ async def serve(options: ServerOptions) -> int:
         loop.add_signal_handler(number, stop.set)
     try:
         opening = asyncio.ensure_future(service.open())
-        await _first(opening, stop.wait())
+        await _wait_for_first(opening, stop.wait())
         if not opening.done():
             opening.cancel()
             return 0
@@ -68,7 +68,7 @@ async def serve(options: ServerOptions) -> int:
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         scheme = "https" if options.tls_cert else "http"
         print(f"train-api: {scheme}://{options.host}:{listener.getsockname()[1]}", flush=True)
-        await _first(serving, stop.wait(), service.ended.wait())
+        await _wait_for_first(serving, stop.wait(), service.ended.wait())
         server.should_exit = True
         await asyncio.wait((serving,), timeout=5.0)
     finally:
@@ -93,7 +93,7 @@ def uvicorn_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
     )
 
 
-async def _first(*waits: object) -> None:
+async def _wait_for_first(*waits: object) -> None:
     """Wait for the first of several; the others, but for tasks of the caller, are left off."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[arg-type]
     try:

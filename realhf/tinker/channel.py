@@ -295,18 +295,18 @@ class ComputeProcess:
 
     def start(self) -> None:
         """Start the process, or a new one after it has died."""
-        ours, theirs = socket.socketpair()
-        with theirs:
+        own_end, child_end = socket.socketpair()
+        with child_end:
             arguments = [
                 str(os.getpid()),
                 "0",
                 "realhf.tinker.compute",
-                str(theirs.fileno()),
+                str(child_end.fileno()),
                 self._options,
             ]
             process = self._process = subprocess.Popen(
                 [sys.executable, "-m", "realhf.scheduler.child", *arguments],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
             )
 
@@ -316,7 +316,7 @@ class ComputeProcess:
         def on_end() -> None:
             self._loop.call_soon_threadsafe(self._reap, process)
 
-        self._channel = Channel(ours, ComputeReply, on_message, on_end)
+        self._channel = Channel(own_end, ComputeReply, on_message, on_end)
         self._channel.start()
 
     def send(self, job: Job, body: bytes = b"") -> None:

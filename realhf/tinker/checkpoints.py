@@ -72,10 +72,10 @@ class CheckpointStore:
             self.signature(path, file, expires).encode(), signature.encode()
         )
         if not is_valid or expires < time.time():
-            raise Refusal(403, "this address was not given out here, or its time is over")
+            raise Refusal(403, "the signature of this URL is invalid or has expired")
         row = self._store.checkpoint(path)
         if row is None or file not in self.files(row):
-            raise Refusal(404, "the weights are not here any more")
+            raise Refusal(404, "the weights have been deleted")
         return self.folder_of(row) / file
 
     def set_expiry(self, row: CheckpointRow, ttl_s: int | None) -> None:

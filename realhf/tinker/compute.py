@@ -182,11 +182,13 @@ class Computer:
             self._models[model].missing = ""
         try:
             response, metrics = self._run(job.work, body)
-            kept = isinstance(job.work, (Create, Update, Load)) and self._keep_state(job.work)
+            is_state_saved = isinstance(job.work, (Create, Update, Load)) and self._keep_state(
+                job.work
+            )
             weights = self._models[model].weights_id if model in self._models else WeightsId(-1, "")
             done = Done(
                 job.number,
-                kept=kept,
+                kept=is_state_saved,
                 version=weights.version,
                 digest=weights.digest,
                 numbers=metrics,

@@ -100,11 +100,11 @@ class ServerOptions(ServerSettings):
     )
 
     def __post_init__(self) -> None:
-        if problem := self._model_problem() or self._contradiction():
+        if problem := self._find_model_problem() or self._find_contradiction():
             raise SettingError(problem)
         super().__post_init__()
 
-    def _model_problem(self) -> str:
+    def _find_model_problem(self) -> str:
         if (Path(self.model) / "config.json").is_file():
             return ""
         what = (
@@ -114,7 +114,7 @@ class ServerOptions(ServerSettings):
         )
         return f"--model {self.model}: {what}; `make model` makes models/smollm2_135m"
 
-    def _contradiction(self) -> str:
+    def _find_contradiction(self) -> str:
         """Return which settings contradict each other; "" if none do."""
         if self.full_weights and self.dtype != "float32":
             return (

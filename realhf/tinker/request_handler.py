@@ -159,7 +159,9 @@ class RequestHandler:
         """Raise Refusal (400) unless ``name`` is a name of the base model."""
         names = self.options.names
         if name not in names:
-            raise Refusal(400, f"base_model {name!r:.200} is not here: {', '.join(sorted(names))}")
+            raise Refusal(
+                400, f"base_model {name!r:.200} is not served here: {', '.join(sorted(names))}"
+            )
 
     def check_optimizer(self, config: Any) -> None:
         """Raise Refusal (400) unless the optimizer is AdamW."""
@@ -216,7 +218,7 @@ class RequestHandler:
         if last is not None and last.kind == "unload_model":
             return self.future(last.id, model)
         if row.unloaded:
-            raise Refusal(400, f"model {model} is not kept any more")
+            raise Refusal(400, f"model {model} is no longer available")
         return self.future(self.service.submit(row.owner, "unload_model", model, seq, b"{}"), model)
 
     @staticmethod

@@ -174,23 +174,23 @@ class Routes:
 
     async def create_session(self, request: Request) -> Response:
         """Create a session."""
-        asked = await self._handler.parse(request, types.CreateSessionRequest)
-        if asked.project_id is not None:
+        parsed = await self._handler.parse(request, types.CreateSessionRequest)
+        if parsed.project_id is not None:
             raise Refusal(400, "project_id is not carried by this server")
         self._handler.service.check_disk()
         session = f"s-{secrets.token_hex(8)}"
         info = {
-            "tags": asked.tags,
-            "user_metadata": asked.user_metadata,
-            "display_name": asked.display_name,
+            "tags": parsed.tags,
+            "user_metadata": parsed.user_metadata,
+            "display_name": parsed.display_name,
         }
         self._handler.store.add_session(session, request.scope[OWNER], info)
         return json_response(types.CreateSessionResponse(session_id=session))
 
     async def heartbeat(self, request: Request) -> Response:
         """Record a heartbeat of a session."""
-        asked = await self._handler.parse(request, types.SessionHeartbeatRequest)
-        self._handler.session(request, asked.session_id)
+        parsed = await self._handler.parse(request, types.SessionHeartbeatRequest)
+        self._handler.session(request, parsed.session_id)
         return JSONResponse({"type": "session_heartbeat"})
 
     async def sessions(self, request: Request) -> Response:
@@ -234,12 +234,12 @@ class Routes:
         """Create a model: one with adapters, or with ``--full-weights`` one whose weights all
         train."""
         body = await self._handler.body(request)
-        asked = read_json(types.CreateModelRequest, body)
-        self._handler.check_base(asked.base_model)
-        self._handler.check_optimizer(asked.optimizer_config)
-        lora = asked.lora_config or types.LoraConfig(rank=0)
+        parsed = read_json(types.CreateModelRequest, body)
+        self._handler.check_base(parsed.base_model)
+        self._handler.check_optimizer(parsed.optimizer_config)
+        lora = parsed.lora_config or types.LoraConfig(rank=0)
         full = self._handler.options.full_weights
-        if asked.lora_config is None and not full:
+        if parsed.lora_config is None and not full:
             raise Refusal(
                 400,
                 "lora_config is missing: this server trains adapters, not all weights "
@@ -260,27 +260,27 @@ class Routes:
                 400, "lora_config: one of train_mlp, train_attn and train_unembed is needed"
             )
         options = {
-            "base": asked.base_model,
+            "base": parsed.base_model,
             "rank": 0 if full else lora.rank,
             "seed": secrets.randbits(31) if lora.seed is None else lora.seed % (1 << 63),
             "mlp": lora.train_mlp,
             "attention": lora.train_attn,
             "unembedding": lora.train_unembed,
-            "metadata": asked.user_metadata,
+            "metadata": parsed.user_metadata,
         }
         return self._handler.new_model(
-            request, asked.session_id, asked.model_seq_id, "create_model", options, b"{}"
+            request, parsed.session_id, parsed.model_seq_id, "create_model", options, b"{}"
         )
 
     async def unload_model(self, request: Request) -> Response:
         """Unload a model for good; its checkpoints stay."""
-        asked = await self._handler.parse(request, types.UnloadModelRequest)
-        return self._handler.unload(request, asked.model_id)
+        parsed = await self._handler.parse(request, types.UnloadModelRequest)
+        return self._handler.unload(request, parsed.model_id)
 
     async def get_info(self, request: Request) -> Response:
         """Return the base model, tokenizer and LoRA rank of a model."""
-        asked = await self._handler.parse(request, types.GetInfoRequest)
-        row = self._handler.model(request, asked.model_id)
+        parsed = await self._handler.parse(request, types.GetInfoRequest)
+        row = self._handler.model(request, parsed.model_id)
         data = {
             "arch": "causal_lm",
             "model_name": self._handler.options.public_name,
@@ -305,34 +305,34 @@ class Routes:
 
     async def optim_step(self, request: Request) -> Response:
         """Run an optimizer step (AdamW)."""
-        asked = await self._handler.parse(request, types.OptimStepRequest)
-        if not isinstance(asked.optim_params, types.AdamParams):
-            kind = asked.optim_params.type
+        parsed = await self._handler.parse(request, types.OptimStepRequest)
+        if not isinstance(parsed.optim_params, types.AdamParams):
+            kind = parsed.optim_params.type
             raise Refusal(
                 400, f"optim_params of {kind} are not carried by this server: AdamParams are"
             )
-        body = json.dumps({"params": asked.optim_params.model_dump()}).encode()
-        return self._handler.submit(request, "optim_step", asked.model_id, asked.seq_id, body)
+        body = json.dumps({"params": parsed.optim_params.model_dump()}).encode()
+        return self._handler.submit(request, "optim_step", parsed.model_id, parsed.seq_id, body)
 
     # ---- sampling
 
     async def create_sampler(self, request: Request) -> Response:
         """Create a sampler of a checkpoint, or of the base model."""
-        asked = await self._handler.parse(request, types.CreateSamplingSessionRequest)
+        parsed = await self._handler.parse(request, types.CreateSamplingSessionRequest)
         self._handler.service.check_disk()
-        self._handler.session(request, asked.session_id)
+        self._handler.session(request, parsed.session_id)
         folder = ""
-        if asked.model_path is not None:
+        if parsed.model_path is not None:
             checkpoints = self._handler.service.checkpoints
             folder = str(
-                checkpoints.folder_of(checkpoints.find(request.scope[OWNER], asked.model_path))
+                checkpoints.folder_of(checkpoints.find(request.scope[OWNER], parsed.model_path))
             )
         else:
-            self._handler.check_base(asked.base_model)
-        sampler = f"{asked.session_id}:sample:{check_number(asked.sampling_session_seq_id)}"
+            self._handler.check_base(parsed.base_model)
+        sampler = f"{parsed.session_id}:sample:{check_number(parsed.sampling_session_seq_id)}"
         owner = request.scope[OWNER]
         self._handler.store.add_sampler(
-            sampler, owner, asked.session_id, folder, asked.model_path or ""
+            sampler, owner, parsed.session_id, folder, parsed.model_path or ""
         )
         return json_response(types.CreateSamplingSessionResponse(sampling_session_id=sampler))
 
@@ -344,11 +344,11 @@ class Routes:
 
     async def join_sampler(self, request: Request) -> Response:
         """Return a client number for another client of a sampler."""
-        asked = await self._handler.parse(request, types.JoinSamplingSessionRequest)
-        self._sampler(request, asked.sampling_session_id)
+        parsed = await self._handler.parse(request, types.JoinSamplingSessionRequest)
+        self._sampler(request, parsed.sampling_session_id)
         return json_response(
             types.JoinSamplingSessionResponse(
-                client_counter=self._handler.store.next_client_number(asked.sampling_session_id)
+                client_counter=self._handler.store.next_client_number(parsed.sampling_session_id)
             )
         )
 
@@ -363,19 +363,19 @@ class Routes:
     async def sample(self, request: Request) -> Response:
         """Sample sequences."""
         body = await self._handler.body(request, data=True)
-        asked = read_json(types.SampleRequest, body)
-        if asked.sampling_session_id is None or asked.seq_id is None:
+        parsed = read_json(types.SampleRequest, body)
+        if parsed.sampling_session_id is None or parsed.seq_id is None:
             raise Refusal(
                 400,
                 "sampling_session_id and seq_id are needed; create_sampling_session gives the "
                 "first",
             )
-        row = self._sampler(request, asked.sampling_session_id)
+        row = self._sampler(request, parsed.sampling_session_id)
         self._handler.store.touch_session(row.session)
-        name = self._handler.service.submit(row.owner, "sample", row.id, asked.seq_id, body)
+        name = self._handler.service.submit(row.owner, "sample", row.id, parsed.seq_id, body)
         return self._handler.future(
             name,
-            sample_sequence_ids=[f"{name}:{i}" for i in range(min(asked.num_samples, 1 << 16))],
+            sample_sequence_ids=[f"{name}:{i}" for i in range(min(parsed.num_samples, 1 << 16))],
         )
 
     # ---- futures
@@ -383,13 +383,13 @@ class Routes:
     async def retrieve(self, request: Request) -> Response:
         """Wait for a future and return its result; status 408 after ``LONG_POLL_S``, and the client
         asks again."""
-        asked = await self._handler.parse(request, types.FutureRetrieveRequest)
+        parsed = await self._handler.parse(request, types.FutureRetrieveRequest)
         ended = await self._handler.service.wait_for(
-            request.scope[OWNER], asked.request_id, LONG_POLL_S
+            request.scope[OWNER], parsed.request_id, LONG_POLL_S
         )
         if ended is None:
             return JSONResponse(
-                {"type": "try_again", "request_id": asked.request_id, "queue_state": "active"}, 408
+                {"type": "try_again", "request_id": parsed.request_id, "queue_state": "active"}, 408
             )
         headers = {}
         if ended.info.get("version", -1) >= 0:

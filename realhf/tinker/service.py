@@ -89,7 +89,7 @@ CHECKPOINT_KINDS = (
 """Kinds of requests that name the path of a checkpoint."""
 _FULL_WEIGHTS_PREFIX = "whole:"
 """Prefix of the stored digest of the base model if the server trains all weights."""
-NEVER_CAME = "a request before it never came"
+NEVER_CAME = "an earlier request never arrived"
 """Error of a request that waited for one with a lower sequence number."""
 REFUSED = "refused"
 """Kind of a refused request of which only the sequence number is known."""
@@ -478,9 +478,11 @@ class Service:
     def _find_request(self, owner: str, name: str) -> RequestRow:
         request = self.store.request(name)
         if request is None or request.owner != owner:
-            raise Refusal(410, f"there is no promise {name!r:.100}; send the request again")
+            raise Refusal(410, f"there is no future {name!r:.100}; send the request again")
         if request.info.get("gone"):
-            raise Refusal(410, f"the result of {name} is not kept any more; send the request again")
+            raise Refusal(
+                410, f"the result of {name} is no longer available; send the request again"
+            )
         return request
 
     def cancel(self, owner: str, name: str) -> None:
@@ -592,36 +594,37 @@ class Service:
             return self._build_sample(request)
         if kind in ("forward", "forward_backward"):
             return Forward(model, kind == "forward_backward"), request.body
-        asked = json.loads(request.body)
+        fields = json.loads(request.body)
         if kind == "create_model":
             return self._build_create(model), b""
         if kind == "optim_step":
             return Update(
-                model, asked["params"], "" if is_replay else self._choose_keep(model, request.seq)
+                model, fields["params"], "" if is_replay else self._choose_keep(model, request.seq)
             ), b""
         if kind == "load_weights":
             # A replay loads the weights of the first run, even if the path has other weights by
             # now.
             folder = (
                 request.info.get("folder")
-                or self.checkpoints.find(request.owner, asked["path"]).info["folder"]
+                or self.checkpoints.find(request.owner, fields["path"]).info["folder"]
             )
             keep = "" if is_replay else str(self._state_folder(model, request.seq))
             if request.seq:
-                return Load(model, folder, asked["optimizer"], keep), b""
+                return Load(model, folder, fields["optimizer"], keep), b""
             create = self._build_create(model)
             return msgspec.structs.replace(
-                create, folder=folder, moments=asked["optimizer"], keep=keep
+                create, folder=folder, moments=fields["optimizer"], keep=keep
             ), b""
         if kind == "unload_model":
             return Unload(model), b""
-        if not asked["overwrite"] and self.store.checkpoint(asked["path"]) is not None:
+        if not fields["overwrite"] and self.store.checkpoint(fields["path"]) is not None:
             raise Refusal(
-                409, f"there are weights {asked['path']} already; say overwrite, or another name"
+                409,
+                f"weights {fields['path']} exist already; pass overwrite, or choose another name",
             )
         # It was checked when it was submitted, but requests before it may have saved weights since.
-        self.check_saving(request.owner, asked["kind"])
-        return Save(model, asked["folder"], asked["kind"]), b""
+        self.check_saving(request.owner, fields["kind"])
+        return Save(model, fields["folder"], fields["kind"]), b""
 
     def _build_create(self, model: str) -> Create:
         row = self.store.model(model)
@@ -671,8 +674,8 @@ class Service:
             "numbers": done.numbers,
         }
         if request.kind in CHECKPOINT_KINDS:
-            asked = json.loads(request.body)
-            info |= {name: asked.get(name) for name in ("path", "sampler")}
+            fields = json.loads(request.body)
+            info |= {name: fields.get(name) for name in ("path", "sampler")}
         if isinstance(job.work, (Create, Load)):
             info["folder"] = job.work.folder
         obsolete: list[Path] = []
@@ -709,23 +712,23 @@ class Service:
                 if each.name not in (str(request.seq), str(previous_seq))
             ]
         if isinstance(work, Save):
-            asked = json.loads(request.body)
+            fields = json.loads(request.body)
             weights = {"version": done.version, "digest": done.digest}
             checkpoint = CheckpointRow(
-                path=asked["path"],
+                path=fields["path"],
                 owner=request.owner,
                 model=model,
-                kind=asked["kind"],
-                name=asked["name"],
+                kind=fields["kind"],
+                name=fields["name"],
                 created=time.time(),
-                expires=asked["expires"],
-                info={**asked["info"], **done.numbers, **weights, "folder": work.folder},
+                expires=fields["expires"],
+                info={**fields["info"], **done.numbers, **weights, "folder": work.folder},
             )
             replaced = self.store.checkpoint(checkpoint.path)
             self.store.put_checkpoint(checkpoint)
-            if asked.get("sampler"):
+            if fields.get("sampler"):
                 self.store.add_sampler(
-                    asked["sampler"], request.owner, asked["session"], work.folder, asked["path"]
+                    fields["sampler"], request.owner, fields["session"], work.folder, fields["path"]
                 )
                 return self.checkpoints.unregister_ephemeral(model, self.options.keep_ephemeral)
             return [] if replaced is None else [self.checkpoints.folder_of(replaced)]
@@ -748,12 +751,12 @@ class Service:
     def _on_rebuild_failed(self, model: str, why: str) -> None:
         """Retry the rebuild of a model once; after a second failure fail its pending requests,
         which would run with the wrong weights."""
-        _log.error("model %s is not made again: %s", model, why)
+        _log.error("model %s is not rebuilt: %s", model, why)
         self._discard_jobs(model)
         self._unload(model)
         if model in self._rebuild_retried:
             self._rebuild_retried.discard(model)
-            self._fail_pending(model, f"the model was not made again: {why}", theirs=False)
+            self._fail_pending(model, f"the model was not rebuilt: {why}", theirs=False)
         else:
             self._rebuild_retried.add(model)
             self._rebuild(model)
@@ -855,7 +858,7 @@ class Service:
                 gaps[model] = missing, count
                 continue
             waited = GAP_TIMEOUT_CLEANS * CLEAN_INTERVAL_S
-            why = f"request {missing} never came: those behind it waited {waited:g} s"
+            why = f"request {missing} never arrived: the requests behind it waited {waited:g} s"
             self.skip(row.owner, model, missing, why)
         self._gaps = gaps
 

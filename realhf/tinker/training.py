@@ -225,7 +225,7 @@ class TrainedModel:
         self._weights_id = None
         if not all(bool(tensor.isfinite().all()) for tensor in self._trained_tensors().values()):
             raise FloatingPointError(
-                "the step made weights that are not finite: load a saved state (load_state)"
+                "the step produced weights that are not finite: load a saved state (load_state)"
             )
         return {
             "grad_norm": result.grad_norm,
@@ -447,7 +447,7 @@ def _find_input_names(data: Sequence[Datum], loss: TokenLoss) -> list[str]:
             what = (
                 f"{missing[0]} is missing"
                 if missing
-                else f"{unknown[0]} is nothing that the loss knows"
+                else f"{unknown[0]} is not an input of the loss"
             )
             raise BadRequest(f"datum {number}: {what} (it needs {', '.join(loss.needs)})")
         if set(datum.inputs) != names:

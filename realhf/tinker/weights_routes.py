@@ -36,38 +36,38 @@ class WeightsRoutes:
 
     async def save_weights(self, request: Request) -> Response:
         """Save the weights and the optimizer state of a model."""
-        asked = await self._handler.parse(request, types.SaveWeightsRequest)
-        name = asked.path or f"seq-{asked.seq_id}"
+        parsed = await self._handler.parse(request, types.SaveWeightsRequest)
+        name = parsed.path or f"seq-{parsed.seq_id}"
         return self._save(
-            request, asked, "save_weights", "training", name, overwrite=asked.overwrite
+            request, parsed, "save_weights", "training", name, overwrite=parsed.overwrite
         )
 
     async def save_for_sampler(self, request: Request) -> Response:
         """Save weights for sampling, with a name or as an ephemeral checkpoint of one new
         sampler."""
-        asked = await self._handler.parse(request, types.SaveWeightsForSamplerRequest)
-        if asked.path is not None:
-            return self._save(request, asked, "save_weights_for_sampler", "sampler", asked.path)
-        if asked.sampling_session_seq_id is None:
+        parsed = await self._handler.parse(request, types.SaveWeightsForSamplerRequest)
+        if parsed.path is not None:
+            return self._save(request, parsed, "save_weights_for_sampler", "sampler", parsed.path)
+        if parsed.sampling_session_seq_id is None:
             raise Refusal(400, "a name (path), or sampling_session_seq_id, is needed")
-        session = self._handler.model(request, asked.model_id).session
-        sampler = f"{session}:sample:{check_number(asked.sampling_session_seq_id)}"
+        session = self._handler.model(request, parsed.model_id).session
+        sampler = f"{session}:sample:{check_number(parsed.sampling_session_seq_id)}"
         sampler_fields: Any = {"sampler": sampler, "session": session}
-        name = f"{_EPHEMERAL}{asked.seq_id}"
+        name = f"{_EPHEMERAL}{parsed.seq_id}"
         kind = "save_weights_for_sampler"
-        return self._save(request, asked, kind, "sampler", name, ephemeral=True, **sampler_fields)
+        return self._save(request, parsed, kind, "sampler", name, ephemeral=True, **sampler_fields)
 
     async def save_external(self, request: Request) -> Response:
         """Save a whole model with merged weights for download."""
-        asked = await self._handler.parse(request, types.SaveWeightsExternalRequest)
-        if asked.age_encryption_recipients:
+        parsed = await self._handler.parse(request, types.SaveWeightsExternalRequest)
+        if parsed.age_encryption_recipients:
             raise Refusal(400, "age_encryption_recipients are not carried by this server")
-        return self._save(request, asked, "save_weights_external", "external", asked.path)
+        return self._save(request, parsed, "save_weights_external", "external", parsed.path)
 
     def _save(
         self,
         request: Request,
-        asked: Any,
+        parsed: Any,
         kind: str,
         weights: str,
         name: str,
@@ -82,10 +82,10 @@ class WeightsRoutes:
                 f"{_EPHEMERAL}"
             )
             raise Refusal(400, f"path {name!r:.200}: a name has {rule}")
-        ttl = asked.ttl_seconds
+        ttl = parsed.ttl_seconds
         _check_ttl(ttl)
-        row = self._handler.model(request, asked.model_id)
-        seq = check_number(asked.seq_id)
+        row = self._handler.model(request, parsed.model_id)
+        seq = check_number(parsed.seq_id)
         self._handler.service.check_saving(row.owner, weights)
         lora = {
             name: row.options[name] for name in ("base", "rank", "mlp", "attention", "unembedding")
@@ -98,7 +98,7 @@ class WeightsRoutes:
             "expires": None if ttl is None else time.time() + ttl,
             "overwrite": overwrite,
             "info": {
-                "metadata": getattr(asked, "user_metadata", None),
+                "metadata": getattr(parsed, "user_metadata", None),
                 "ephemeral": ephemeral,
                 "lora": lora,
             },
@@ -108,25 +108,27 @@ class WeightsRoutes:
 
     async def load_weights(self, request: Request) -> Response:
         """Load a checkpoint into a model, or create a model from it."""
-        asked = await self._handler.parse(request, types.LoadWeightsRequest)
-        if asked.weights_access_token:
+        parsed = await self._handler.parse(request, types.LoadWeightsRequest)
+        if parsed.weights_access_token:
             raise Refusal(400, "weights_access_token is not carried by this server")
-        self._handler.check_optimizer(asked.optimizer_config)
-        if asked.base_model is not None:
-            self._handler.check_base(asked.base_model)
-        source = self._handler.service.checkpoints.find(request.scope[OWNER], asked.path)
-        if asked.optimizer and source.kind != "training":
+        self._handler.check_optimizer(parsed.optimizer_config)
+        if parsed.base_model is not None:
+            self._handler.check_base(parsed.base_model)
+        source = self._handler.service.checkpoints.find(request.scope[OWNER], parsed.path)
+        if parsed.optimizer and source.kind != "training":
             raise Refusal(400, f"{source.path} has no state of the optimizer: load it without")
-        body = json.dumps({"path": source.path, "optimizer": asked.optimizer}).encode()
-        if asked.session_id is None:
-            if asked.model_id is None:
+        body = json.dumps({"path": source.path, "optimizer": parsed.optimizer}).encode()
+        if parsed.session_id is None:
+            if parsed.model_id is None:
                 raise Refusal(400, "model_id, or session_id and model_seq_id, are needed")
-            return self._handler.submit(request, "load_weights", asked.model_id, asked.seq_id, body)
-        if asked.model_seq_id is None:
+            return self._handler.submit(
+                request, "load_weights", parsed.model_id, parsed.seq_id, body
+            )
+        if parsed.model_seq_id is None:
             raise Refusal(400, "model_seq_id is missing")
-        options = {**source.info["lora"], "seed": 0, "metadata": asked.user_metadata}
+        options = {**source.info["lora"], "seed": 0, "metadata": parsed.user_metadata}
         return self._handler.new_model(
-            request, asked.session_id, asked.model_seq_id, "load_weights", options, body
+            request, parsed.session_id, parsed.model_seq_id, "load_weights", options, body
         )
 
     async def weights_info(self, request: Request) -> Response:

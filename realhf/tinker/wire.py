@@ -339,7 +339,7 @@ def _parse_tensor(message: Any, name: str, rows: int) -> np.ndarray:
     if not shape:
         return values
     if any(size < 0 for size in shape) or int(np.prod(shape, dtype=object)) != values.size:
-        raise BadRequest(f"{name} has {values.size} numbers, and says the shape {shape}")
+        raise BadRequest(f"{name} has {values.size} numbers, but the shape {shape}")
     return values.reshape(shape)
 
 

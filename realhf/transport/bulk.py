@@ -322,7 +322,7 @@ class BulkServer:
         self._unauthenticated: dict[int, socket.socket] = {}
         self._authenticated: dict[int, socket.socket] = {}
         self._stopping = False
-        self.refused = 0
+        self.n_refused = 0
         self.port = 0
 
     def start(self) -> None:
@@ -409,16 +409,16 @@ class BulkServer:
         with self._lock:
             if number in self._authenticated or self._stopping:
                 return
-            self.refused += 1
-            count = self.refused
+            self.n_refused += 1
+            count = self.n_refused
         if count & (count - 1) == 0:
             _log.warning("%s refused bulk connection %d, of %s: %s", self._name, count, host, error)
 
     def _answer_all(self, connection: socket.socket) -> None:
         while True:
-            asked = REQUEST.unpack(receive_bytes(connection, REQUEST.size))
+            fields = REQUEST.unpack(receive_bytes(connection, REQUEST.size))
             try:
-                piece = self._piece(*asked)
+                piece = self._piece(*fields)
             except ProtocolError as error:
                 _refuse(connection, str(error))
                 continue

@@ -199,7 +199,7 @@ class _Entry(NamedTuple):
         expected = lengths.total() * math.prod(trailing) * ITEMSIZE[dtype]
         nbytes = field(item, "nbytes", int)
         if nbytes != expected:
-            raise CodecError(f"key {key!r}: {nbytes} bytes, lengths and shape say {expected}")
+            raise CodecError(f"key {key!r}: {nbytes} bytes, lengths and shape give {expected}")
         raw = _slice_frame(
             views, field(item, "frame", int), field(item, "offset", int), nbytes, key
         )

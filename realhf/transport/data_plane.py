@@ -48,9 +48,9 @@ from realhf.transport.errors import (
     ProtocolError,
     TransportError,
 )
-from realhf.transport.network import LOOPBACK, Network, host_of
+from realhf.transport.network import LOOPBACK, Network, parse_host
 from realhf.transport.shared_memory import MappingCache, SegmentPool, SegmentRef, TargetMemory
-from realhf.transport.sockets import HandshakeWatch, Listener, dealer
+from realhf.transport.sockets import HandshakeWatch, Listener, open_dealer
 from realhf.transport.tensor_store import TensorStore
 from realhf.transport.tls import RunTls
 
@@ -70,7 +70,7 @@ class PeerConnection:
     ) -> None:
         self._endpoint = endpoint
         self._lock = threading.Lock()
-        self._socket = dealer(context, most_bytes=MAX_FRAME_BYTES)
+        self._socket = open_dealer(context, most_bytes=MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.RCVHWM, 4)
         self._watch = HandshakeWatch(self._socket, ends=True)
         try:
@@ -114,7 +114,7 @@ class PeerConnection:
                 if field(unpack_header(frames[0]), "id", bytes) == request_id:
                     return frames
             elif self._watch.monitor in ready:
-                self._watch.look()
+                self._watch.process_events()
                 if self._watch.ended or self._watch.why:
                     raise PeerLost(
                         f"{self._endpoint} {self._watch.why or 'refused or closed the connection'}"
@@ -231,7 +231,7 @@ class DataPlane:
         if frames is None:
             frames = self._request(endpoint, ids, keys, "", deadline)
         if frames is None:
-            raise DataError(f"{endpoint} answered with shared memory that was not asked for")
+            raise DataError(f"{endpoint} answered with shared memory that was not requested")
         return decode_sample(frames)
 
     def close(self) -> None:
@@ -291,7 +291,7 @@ class DataPlane:
         if self._tls is None or len(number) != NUMBER_BYTES or not 0 < port < 1 << 16:
             raise ProtocolError(f"{endpoint} answered with pieces that cannot be fetched")
         tls = self._tls
-        host = host_of(endpoint)
+        host = parse_host(endpoint)
         lanes = [BulkConnection(tls, host, port) for _ in range(LANES)]
 
         def ask(lane: int, piece: Piece, into: memoryview) -> None:
@@ -335,14 +335,14 @@ class DataPlane:
         self._listener.send(identity, *self._answer(request_id, header, payload))
         self._listener.flush()
 
-    def _answer(self, request_id: bytes, asked: dict[str, Any], payload: list[Any]) -> list[Any]:
+    def _answer(self, request_id: bytes, request: dict[str, Any], payload: list[Any]) -> list[Any]:
         def header(kind: str, **fields: Any) -> bytes:
             return pack_header(kind, self._run_id, b"", id=request_id, **fields)
 
         try:
-            if asked["kind"] == "done":
+            if request["kind"] == "done":
                 with self._pool_lock:
-                    self._outgoing.close(envelope.field(asked, "transfer", bytes))
+                    self._outgoing.close(envelope.field(request, "transfer", bytes))
                 return [header("done")]
             wish = unpack_payload(payload)
             ids = envelope.field(wish, "ids", list)

@@ -24,7 +24,7 @@ from realhf.base.process import host_token, open_process
 from realhf.transport.envelope import field, pack_header
 from realhf.transport.errors import MasterLost
 from realhf.transport.network import Network
-from realhf.transport.sockets import Listener, Waker, dealer
+from realhf.transport.sockets import Listener, Waker, open_dealer
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class _WatchedWorker:
     """A worker whose heartbeats the master expects."""
 
     name: str
-    seen: float
+    last_seen: float
     """Time of the last ping (process_clock.now)."""
     process: int | None
     """Process descriptor (pidfd) of a worker of this host; None of another host."""
@@ -106,7 +106,7 @@ class HeartbeatServer:
             watched = self._watched.get(session)
             if watched is None:
                 return "it is not connected"
-            return f"{process_clock.now() - watched.seen:.1f} s ago it was {watched.state}"
+            return f"{process_clock.now() - watched.last_seen:.1f} s ago it was {watched.state}"
 
     def load(self, session: bytes) -> HostLoad | None:
         """Return the load of the worker's host from its last heartbeat; None for a worker of this
@@ -147,7 +147,7 @@ class HeartbeatServer:
             watched = self._watched.get(session)
             if watched is None or header.get("run") != self._run_id:
                 return
-            watched.seen = process_clock.now()
+            watched.last_seen = process_clock.now()
             watched.state = state
             watched.suspected = False
             watched.load = HostLoad.from_list(header.get("load"))
@@ -160,7 +160,7 @@ class HeartbeatServer:
         late: list[tuple[bytes, float]] = []
         with self._lock:
             for session, watched in self._watched.items():
-                silent = now - watched.seen
+                silent = now - watched.last_seen
                 if silent > self._dead_after_s:
                     late.append((session, silent))
                 elif silent > 3 * self._interval_s and not watched.suspected:
@@ -232,7 +232,7 @@ class HeartbeatClient:
         self._waker.close()
 
     def _run(self) -> None:
-        with dealer(self._context) as socket:
+        with open_dealer(self._context) as socket:
             self._network.connect(socket, self._endpoint)
             self._run_beat_loop(socket)
 

@@ -42,7 +42,7 @@ _ANY_PORT = 9
 """Port for a UDP socket that is connected only to learn the route; nothing is sent."""
 
 
-def host_of(endpoint: str) -> str:
+def parse_host(endpoint: str) -> str:
     """Return the host of ``tcp://HOST:PORT``. Raises NetworkError on anything else."""
     try:
         parts = urlsplit(endpoint)
@@ -62,10 +62,10 @@ def host_of(endpoint: str) -> str:
     return str(parts.hostname)
 
 
-def on_loopback(endpoint: str) -> bool:
+def is_loopback_endpoint(endpoint: str) -> bool:
     """Return whether an endpoint ``tcp://HOST:PORT`` is a loopback address or ``localhost``."""
     try:
-        return is_loopback_host(host_of(endpoint))
+        return is_loopback_host(parse_host(endpoint))
     except NetworkError:
         return False
 
@@ -73,16 +73,16 @@ def on_loopback(endpoint: str) -> bool:
 def resolve_host(name: str, option: str) -> str:
     """Return the IPv4 address of a host name or address. Raises NetworkError naming the option."""
     try:
-        found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a name"
         raise NetworkError(
             f"{option}={name}: no IPv4 address of that name is known here: {reason}"
         ) from None
-    return str(found[0][4][0])
+    return str(addresses[0][4][0])
 
 
-def address_towards(host: str) -> str:
+def find_route_address(host: str) -> str:
     """Return this host's address on the route to ``host``. Nothing is sent. Raises NetworkError
     without a route."""
     target = resolve_host(host, "the master's address")
@@ -96,20 +96,20 @@ def address_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def own_addresses() -> list[str]:
+def list_own_addresses() -> list[str]:
     """Return the IPv4 addresses of this host except the loopback."""
     import psutil
 
-    found = {
+    addresses = {
         entry.address
         for entries in psutil.net_if_addrs().values()
         for entry in entries
         if entry.family == socket.AF_INET and not is_loopback_host(entry.address)
     }
-    return sorted(found)
+    return sorted(addresses)
 
 
-def interface_of(address: str) -> str:
+def find_interface(address: str) -> str:
     """Return the name of the network interface with this address. Raises NetworkError if there is
     none."""
     import psutil
@@ -153,7 +153,7 @@ class Authenticator:
 
     def __init__(self, context: zmq.Context[Any], knows: Callable[[str], bool]) -> None:
         self._knows = knows
-        self.refused = 0
+        self.n_refused = 0
         # The context's ``destroy``, which may run on another thread, does not close a shadow's
         # sockets.
         self._socket = zmq.Context.shadow(context.underlying).socket(zmq.REP)
@@ -171,17 +171,19 @@ class Authenticator:
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         number = request[1] if len(request) > 1 else b""
-        asked = len(request) == _FIELDS and request[0] == _VERSION and request[5] == b"CURVE"
-        key = z85.encode(request[6]) if asked and len(request[6]) == _KEY_BYTES else b""
+        is_curve_request = (
+            len(request) == _FIELDS and request[0] == _VERSION and request[5] == b"CURVE"
+        )
+        key = z85.encode(request[6]) if is_curve_request and len(request[6]) == _KEY_BYTES else b""
         if key and self._knows(key.decode("ascii")):
             return [_VERSION, number, b"200", b"OK", key, b""]
-        self.refused += 1
-        if self.refused & (self.refused - 1) == 0:
+        self.n_refused += 1
+        if self.n_refused & (self.n_refused - 1) == 0:
             address = (
                 request[3].decode("ascii", "replace") if len(request) > 3 else "an unknown address"
             )
             _log.warning(
-                "connection %d refused: %s has not the key of this run", self.refused, address
+                "connection %d refused: %s has not the key of this run", self.n_refused, address
             )
         return [_VERSION, number, b"400", b"the key is not of this run", b"", b""]
 
@@ -373,7 +375,7 @@ def bind_socket(socket: zmq.Socket[Any], address: str) -> str:
         socket.bind(address)
     except zmq.ZMQError as error:
         if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
-            there = ", ".join(own_addresses()) or "none but the loopback"
+            there = ", ".join(list_own_addresses()) or "none but the loopback"
             raise NetworkError(
                 f"{address}: no address of this host, which has {there} (network.bind)"
             ) from None
@@ -497,7 +499,7 @@ class RunKeys:
             raise NetworkError(f"keys of the run: {path} is not a file of keys") from None
         if fault := keys._describe_fault():
             raise NetworkError(
-                f"keys of the run: {path} holds {fault}; start the run anew, or copy the file again"
+                f"keys of the run: {path} holds {fault}; restart the run, or copy the file again"
             )
         return keys
 
@@ -587,7 +589,7 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
         )
     if stat.S_IMODE(status.st_mode) & 0o077:
         raise NetworkError(
-            f"keys of the run: others may read {path}; chmod 600 it, or start the run anew"
+            f"keys of the run: others may read {path}; chmod 600 it, or restart the run"
         )
 
 
@@ -597,7 +599,7 @@ def require_loopback(address: str) -> str:
     Without keys a socket accepts every connection, so it must not listen where another host can
     reach it.
     """
-    if not on_loopback(address):
+    if not is_loopback_endpoint(address):
         raise NetworkError(
             f"refusing to listen on {address!r:.80}: without the keys of a run only tcp:// on a "
             f"loopback address is "
@@ -624,7 +626,7 @@ class Network:
             require_loopback(f"tcp://{self.host}:0")
 
     @staticmethod
-    def of_master(config: NetworkConfig, keys: RunKeys | None) -> Network:
+    def for_master(config: NetworkConfig, keys: RunKeys | None) -> Network:
         """Return the settings of a master. Raises NetworkError naming the wrong option."""
         if not config.bind:
             return Network(keys=keys)
@@ -633,17 +635,21 @@ class Network:
             raise NetworkError(
                 f"network.bind={config.bind}: on this host the name means the loopback ({host}); "
                 f"give an address that "
-                f"others reach, such as {', '.join(own_addresses()) or 'none here'}"
+                f"others reach, such as {', '.join(list_own_addresses()) or 'none here'}"
             )
         return Network(host, config.advertise or host, keys, config.trusted)
 
     @staticmethod
-    def of_worker(config: NetworkConfig, keys: RunKeys | None, master: str) -> Network:
+    def for_worker(config: NetworkConfig, keys: RunKeys | None, master: str) -> Network:
         """Return the settings of a worker of the master at ``master``, tcp://HOST:PORT.
 
         Raises NetworkError without a route to the master.
         """
-        own = LOOPBACK_ADDRESS if on_loopback(master) else address_towards(host_of(master))
+        own = (
+            LOOPBACK_ADDRESS
+            if is_loopback_endpoint(master)
+            else find_route_address(parse_host(master))
+        )
         return Network(WILDCARD if config.bind == WILDCARD else own, own, keys, config.trusted)
 
     @property
@@ -661,7 +667,7 @@ class Network:
             else f"{parts.scheme}://{self.advertised}:{parts.port}"
         )
 
-    def with_token(self, url: str) -> str:
+    def add_token(self, url: str) -> str:
         """Return the URL of an HTTP server of the run with its token, as
         ``http://:TOKEN@HOST:PORT``.
 
@@ -704,7 +710,7 @@ class Network:
         the way.
         """
         if self.keys is None:
-            if not on_loopback(endpoint):
+            if not is_loopback_endpoint(endpoint):
                 raise NetworkError(
                     f"{endpoint!r:.80} is not on the loopback, and this process has no keys of the "
                     f"run "
@@ -712,7 +718,7 @@ class Network:
                 )
             socket.connect(endpoint)
         else:
-            host_of(endpoint)
+            parse_host(endpoint)
             connect_encrypted(socket, endpoint, self.keys.server_public, self.keys.client)
 
 

@@ -107,7 +107,7 @@ class RosterAnnouncer:
         """
         self.version += 1
         self._changes.pop(info.name, None)
-        self._changes[info.name] = _RosterChange(self.version, serves(info))
+        self._changes[info.name] = _RosterChange(self.version, is_listed(info))
         self._packed.clear()
         if info.name not in self._roster:
             self._announced_version.pop(info.name, None)
@@ -120,7 +120,7 @@ class RosterAnnouncer:
         announced_version = self._announced_version.get(name, 0)
         if announced_version < self.version:
             self._announced_version[name] = self.version
-            kind = (announced_version, serves(self._roster[name]))
+            kind = (announced_version, is_listed(self._roster[name]))
             if kind not in self._packed:
                 self._packed[kind] = self._pack(*kind)
             payload = self._packed[kind]
@@ -160,6 +160,6 @@ class RosterAnnouncer:
         return pack_payload({"workers": workers[::-1], "gone": gone}) if workers or gone else None
 
 
-def serves(info: WorkerInfo) -> bool:
+def is_listed(info: WorkerInfo) -> bool:
     """Return whether others may call this worker."""
     return bool(info.data_endpoint or info.endpoints)

@@ -109,7 +109,7 @@ class CallLane:
         self._expire(call)
 
 
-def remote_error(call: PendingCall, value: Any) -> RpcError:
+def build_remote_error(call: PendingCall, value: Any) -> RpcError:
     """Return the exception for a worker's error answer to this call."""
     if not isinstance(value, dict):
         return ProtocolError(f"worker {call.worker!r} sent a malformed error")
@@ -249,9 +249,9 @@ class RpcMaster:
 
         Raises RpcTimeout naming the missing ones, or WorkerDied if one of them dies.
         """
-        wanted = list(names)
+        required = list(names)
         deadline = process_clock.now() + timeout_s
-        while missing := [name for name in wanted if name not in self.roster]:
+        while missing := [name for name in required if name not in self.roster]:
             for name in missing:
                 if name in self._dead:
                     raise WorkerDied(name, self._dead[name])
@@ -451,7 +451,7 @@ class RpcMaster:
             if header["kind"] == "reply":
                 entry.future.set_result(value)
             else:
-                self._fail(entry.future, remote_error(entry, value))
+                self._fail(entry.future, build_remote_error(entry, value))
         except ProtocolError as error:
             self._fail(entry.future, error)
 

@@ -29,7 +29,7 @@ from realhf.transport.errors import LOST_MASTER, CallCancelled, MasterLost, Prot
 from realhf.transport.heartbeat import HeartbeatClient
 from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.roster import WorkerInfo
-from realhf.transport.sockets import Waker, dealer, own_versions, say_hello
+from realhf.transport.sockets import Waker, collect_versions, open_dealer, say_hello
 
 _log = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ class RpcWorker:
     # ---- connecting
 
     def _open_socket(self, context: zmq.Context[Any]) -> zmq.Socket[bytes]:
-        socket = dealer(context, linger_ms=LINGER_MS)
+        socket = open_dealer(context, linger_ms=LINGER_MS)
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
         return socket
 
@@ -202,7 +202,7 @@ class RpcWorker:
             "hello",
             self._run_id,
             self._session,
-            versions=own_versions(),
+            versions=collect_versions(),
             node=self._info.host,
             **fields,
         )
@@ -312,9 +312,11 @@ class RpcWorker:
         """Apply the changes since the previous announcement to the roster."""
         if version > self._roster_version:
             joined = [WorkerInfo.from_map(worker) for worker in news["workers"]]
-            kept = {name: info for name, info in self._roster.items() if name not in news["gone"]}
+            remaining = {
+                name: info for name, info in self._roster.items() if name not in news["gone"]
+            }
             self._roster_version = version
-            self._roster = kept | {info.name: info for info in joined}
+            self._roster = remaining | {info.name: info for info in joined}
             if self._on_roster is not None:
                 self._on_roster(self._roster)
 

@@ -208,7 +208,9 @@ class ServiceClient:
             self._dealer.send(*frames, copy=not self._lasting)
         except zmq.Again:
             if not self._lasting:  # a lasting client sends it on the next connection
-                raise PeerLost(f"{self._peer} at {self.endpoint} takes no more requests") from None
+                raise PeerLost(
+                    f"{self._peer} at {self.endpoint} accepts no more requests"
+                ) from None
 
     def _send_again(self) -> None:
         for future, frames in self._waiting.values():

@@ -89,7 +89,7 @@ class Segment:
         """Write new contents; return None if a consumer still reads the old ones. Raises
         OSError."""
         views = [memoryview(buffer).cast("B") for buffer in buffers]
-        offsets, end = layout([view.nbytes for view in views])
+        offsets, end = compute_offsets([view.nbytes for view in views])
         if end > self.capacity:
             raise ValueError(f"{end} bytes do not fit a segment of {self.capacity}")
         try:
@@ -126,7 +126,7 @@ class Segment:
         os.close(self._descriptor)
 
 
-def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
+def compute_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Return the aligned offsets of buffers after the filling number, and the total size."""
     offsets = []
     end = ALIGNMENT
@@ -152,7 +152,7 @@ class SegmentPool:
 
     def store(self, name: Any, buffers: Sequence[bytes | memoryview]) -> SegmentRef | None:
         """Copy buffers into a segment; return None if the system has no memory for one."""
-        _, size = layout([memoryview(buffer).nbytes for buffer in buffers])
+        _, size = compute_offsets([memoryview(buffer).nbytes for buffer in buffers])
         # The smallest released segment that fits, if it is not much too large and no consumer reads
         # it.
         for segment in sorted(self._spare, key=lambda s: s.capacity):

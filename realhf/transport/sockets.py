@@ -3,7 +3,7 @@ handshakes.
 
 A message is a header (``envelope``) and further frames. A listener belongs to an event loop
 (``LoopListener``) or has a thread of its own (``Listener``). A client belongs to an event loop
-(``LoopDealer``), or is a plain ``dealer`` socket for blocking code. Messages are limited in size
+(``LoopDealer``), or is a plain ``open_dealer`` socket for blocking code. Messages are limited in size
 before they are read, and malformed ones are dropped, counted and logged.
 """
 
@@ -45,7 +45,7 @@ MAX_SILENT_REFUSALS = 3
 refusing."""
 
 
-def refusal(event: int, value: int) -> str:
+def describe_refusal(event: int, value: int) -> str:
     """Describe a failed handshake from the client's view; "" for any other event."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return "refused the key of this process"
@@ -79,7 +79,7 @@ class HandshakeWatch:
         self.why = ""
 
     @property
-    def refused(self) -> str:
+    def refusal(self) -> str:
         """Reason why the listener refuses this process; "" while it may still accept."""
         return (
             self.why
@@ -87,7 +87,7 @@ class HandshakeWatch:
             else ""
         )
 
-    def look(self) -> None:
+    def process_events(self) -> None:
         """Process the socket events since the last call."""
         while self.monitor.poll(0):
             message = recv_monitor_message(self.monitor)
@@ -99,7 +99,7 @@ class HandshakeWatch:
                 self.handshakes += 1
                 self.why = ""
                 self._silent_refusals = 0
-            elif why := refusal(event, value):
+            elif why := describe_refusal(event, value):
                 self.why = why
                 self._silent_refusals += event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
@@ -118,7 +118,7 @@ def describe_unreached() -> str:
     )
 
 
-def own_versions() -> dict[str, str]:
+def collect_versions() -> dict[str, str]:
     """Return the versions that must be equal in all processes of a run: package, Python
     (major.minor), protocol."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -128,7 +128,7 @@ def own_versions() -> dict[str, str]:
 def describe_version_differences(theirs: Any, host: str) -> str:
     """Describe how the versions of a process on ``host`` differ from those of this one; "" if they
     do not."""
-    own = own_versions()
+    own = collect_versions()
     here = os.uname().nodename
     other = theirs if isinstance(theirs, dict) else {}
     different = [
@@ -191,7 +191,7 @@ class Waker:
                 os.close(descriptor)
 
 
-def dealer(
+def open_dealer(
     context: zmq.Context[Any],
     *,
     linger_ms: int = 0,
@@ -526,7 +526,7 @@ class LoopDealer:
         self._connected = connected
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._socket = dealer(self._context)
+        self._socket = open_dealer(self._context)
         for option, value in _RECONNECT_OPTIONS if connected else ():
             self._socket.setsockopt(option, value)
         self._watch = HandshakeWatch(self._socket, ends=connected is None)
@@ -594,12 +594,12 @@ class LoopDealer:
         if self.closed:
             return
         handshakes = self._watch.handshakes
-        self._watch.look()
+        self._watch.process_events()
         if self._connected is not None and self._watch.handshakes > handshakes:
             # Makes ZeroMQ process the new connection, which sending does only now and then.
             _has_message(self._socket)
             self._connected()
-        if self._watch.refused or self._watch.ended:
+        if self._watch.refusal or self._watch.ended:
             self.drain()  # an answer that arrived before the end is valid
             self._lost(self._watch.why or "closed the connection")
 
@@ -661,15 +661,15 @@ def _wait_for_answer(
         limit_s = timeout_s if watch.reached else min(timeout_s, REACHED_WITHIN_S)
         if socket in dict(poller.poll(max(1, int(1000 * (limit_s - waited))))):
             return True
-        watch.look()
-        if watch.refused:
-            raise NetworkError(f"worker {name!r}: the master at {endpoint} {watch.refused}")
+        watch.process_events()
+        if watch.refusal:
+            raise NetworkError(f"worker {name!r}: the master at {endpoint} {watch.refusal}")
         if not watch.reached and process_clock.now() - began >= REACHED_WITHIN_S:
             raise NetworkError(f"worker {name!r}: the master at {endpoint} {describe_unreached()}")
     return False
 
 
-def allow_many_connections() -> int:
+def raise_descriptor_limit() -> int:
     """Raise the limit of open descriptors to the hard limit (``ulimit -Hn``); return it.
 
     The usual soft limit of 1,024 exists for programs that use select(2); a few hundred workers

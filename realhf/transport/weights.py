@@ -80,7 +80,7 @@ ALIGNMENT = 64
 Buffer = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-def layout(
+def compute_layout(
     tensors: Mapping[str, Tensor], known: Mapping[str, str] = {}
 ) -> tuple[tuple[TensorSlot, ...], int]:
     """Compute where each tensor lies in a buffer, in the given order, and its digest.
@@ -232,13 +232,13 @@ def read_memory_file(manifest: WeightsManifest) -> Buffer:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (FileNotFoundError, ProcessLookupError):
-        raise WeightsGone(manifest, f"process {pid} of this host holds it no more") from None
+        raise WeightsGone(manifest, f"process {pid} of this host no longer has it") from None
     except OSError as error:
         raise WeightsError(manifest, f"cannot open {path}: {error.strerror}") from None
     try:
         status = os.fstat(descriptor)
         if status.st_ino != inode:
-            raise WeightsGone(manifest, f"process {pid} of this host holds it no more")
+            raise WeightsGone(manifest, f"process {pid} of this host no longer has it")
         if status.st_size != manifest.nbytes:
             raise WeightsError(
                 manifest, f"{status.st_size} bytes, the manifest says {manifest.nbytes}"
@@ -357,7 +357,7 @@ def read_weight_file(manifest: WeightsManifest) -> Buffer:
                         manifest, f"tensor {slot.name!r} is not complete in {manifest.location}"
                     )
     except FileNotFoundError:
-        raise WeightsGone(manifest, f"{manifest.location} is there no more") from None
+        raise WeightsGone(manifest, f"{manifest.location} no longer exists") from None
     except OSError as error:
         raise WeightsError(manifest, f"cannot read {manifest.location}: {error.strerror}") from None
     return buffer
@@ -398,12 +398,12 @@ SLOWEST_BYTES_PER_S = 20e6
 """Rate below which a transfer counts as stuck."""
 
 
-def transfer_s(nbytes: int) -> float:
+def compute_transfer_timeout_s(nbytes: int) -> float:
     """Return the seconds after which a transfer of this size counts as stuck."""
     return BASE_S + nbytes / SLOWEST_BYTES_PER_S
 
 
-def staging_s(nbytes: int) -> float:
+def compute_staging_s(nbytes: int) -> float:
     """Return the seconds that a version of this size adds to a receiver's deadline.
 
     The factor 2: a transfer to others may be in progress before the receiver's own.
@@ -493,11 +493,13 @@ def read_served(manifest: WeightsManifest, timeout_s: float, network: Network) -
             or not host
             or (network.keys is None and not is_loopback_host(host))
         ):
-            raise ValueError("nobody of this run listens there")
+            raise ValueError("no process of this run listens there")
         tls = _tls(network)
     except (ValueError, NetworkError) as error:
         raise WeightsError(manifest, f"location {manifest.location!r:.80}: {error}") from None
-    whole_s = timeout_s + max(staging_s(manifest.nbytes), transfer_s(manifest.nbytes))
+    whole_s = timeout_s + max(
+        compute_staging_s(manifest.nbytes), compute_transfer_timeout_s(manifest.nbytes)
+    )
     lanes = [BulkConnection(tls, host, port_number) for _ in range(LANES)]
     last_progress = process_clock.now()
     deadline = last_progress + whole_s
@@ -528,7 +530,7 @@ def read_served(manifest: WeightsManifest, timeout_s: float, network: Network) -
         raise WeightsTimeout(manifest, text) from None
     except PeerLost as error:
         raise WeightsGone(
-            manifest, f"nobody serves it at {endpoint}, or the connection broke: {error}"
+            manifest, f"no process serves it at {endpoint}, or the connection broke: {error}"
         ) from None
     except DataError as error:
         if GONE in str(error):
@@ -604,7 +606,7 @@ class WeightPublisher:
             if latest
             else {}
         )
-        slots, nbytes = layout(tensors, known)
+        slots, nbytes = compute_layout(tensors, known)
         published = self._store(version, tensors, slots, nbytes)
         manifest = WeightsManifest(
             version, self._medium, published.location, nbytes, published.checksum, slots, trial

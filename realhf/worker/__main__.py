@@ -23,7 +23,7 @@ from realhf.cluster.options import ELASTIC, HOST_NAME
 from realhf.cluster.own_host import host_name
 from realhf.scheduler.process import adopt_orphans, run_guarded
 from realhf.transport.errors import NetworkError
-from realhf.transport.network import host_of
+from realhf.transport.network import parse_host
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
-        host_of(args.join)
+        parse_host(args.join)
         name, key = _read_key(args)
     except (NetworkError, ValueError) as error:
         print(f"error: {error} (--join, --key-file, --name)", file=sys.stderr)

@@ -73,7 +73,7 @@ def ragged(seed: int) -> SequenceSample:
 
 def cells(sample: SequenceSample) -> list[tuple[int, int, int, int, int]]:
     """(position, group, rollout, row, turn) of every trained token, in plain numbers."""
-    tokens = PredictedTokens.of(sample)
+    tokens = PredictedTokens.from_sample(sample)
     found = []
     at = 0
     turns = sample["turn_ids"].tolist()
@@ -142,7 +142,7 @@ def test_an_aggregation_equals_loops(aggregation: str) -> None:
         assert float((weights.double() * values).sum()) == pytest.approx(
             expected, rel=1e-5, abs=1e-7
         )
-        assert bool((weights[~PredictedTokens.of(sample).mask] == 0).all())
+        assert bool((weights[~PredictedTokens.from_sample(sample).mask] == 0).all())
 
 
 def test_turns_that_nobody_told_are_refused() -> None:
@@ -163,7 +163,7 @@ def mixed(seed: int, junk: float = 0.0) -> SequenceSample:
     outside the mask."""
     sample = ragged(seed)
     g = torch.Generator().manual_seed(seed)
-    mask = PredictedTokens.of(sample).mask
+    mask = PredictedTokens.from_sample(sample).mask
     drawn = {
         key: torch.randint(0, 3, mask.shape, generator=g) / 2
         for key in ("rl_weights", "kl_weights", "ce_weights")
@@ -180,7 +180,7 @@ def objective(
     part = weighted_part(
         sample,
         component_weights(sample, options.loss_agg, 7),
-        torch.ones(PredictedTokens.of(sample).n_sequences).bool(),
+        torch.ones(PredictedTokens.from_sample(sample).n_sequences).bool(),
     )
     assert part is not None
     loss = 0.0
@@ -210,7 +210,7 @@ def test_each_component_is_aggregated_over_its_own_tokens(aggregation: str) -> N
     )
     for seed in range(3):
         sample = mixed(seed)
-        n = len(PredictedTokens.of(sample).mask)
+        n = len(PredictedTokens.from_sample(sample).mask)
         g = torch.Generator().manual_seed(50 + seed)
         advantages = torch.randn(n, generator=g)
         current = -3 * torch.rand(n, generator=g)
@@ -237,7 +237,7 @@ def test_each_component_is_aggregated_over_its_own_tokens(aggregation: str) -> N
             sample["rl_weights"][cell[0]] != 0 for cell in cells(sample)
         )
         spoilt = replace_keys(mixed(seed, math.nan), shifted={"advantages": advantages})
-        outside = ~PredictedTokens.of(sample).mask
+        outside = ~PredictedTokens.from_sample(sample).mask
         other = objective(options, spoilt, current.masked_fill(outside, math.nan))
         assert other[0] == loss and torch.equal(other[1], gradient) and other[2] == stats
         cut = objective(options, sample, current, n_mbs=3)
@@ -248,7 +248,7 @@ def test_each_component_is_aggregated_over_its_own_tokens(aggregation: str) -> N
 def test_a_batch_without_components_is_one_where_all_tokens_count() -> None:
     options = resolve({"kl_loss_coef": 0.1})
     sample = ragged(1)
-    n = len(PredictedTokens.of(sample).mask)
+    n = len(PredictedTokens.from_sample(sample).mask)
     g = torch.Generator().manual_seed(2)
     sample = replace_keys(sample, shifted={"advantages": torch.randn(n, generator=g)})
     current = -3 * torch.rand(n, generator=g)
@@ -269,7 +269,7 @@ def test_a_train_step_reads_the_components(tmp_path: Path) -> None:
         {"rewards": sample.seqlens["rewards"]},
     )
     flat = sample.select(sample.keys - {"rewards"}).update(equal)
-    n = len(PredictedTokens.of(sample).mask)
+    n = len(PredictedTokens.from_sample(sample).mask)
     interface = PolicyGradientInterface({})
     assert interface.train_step(tiny_actor(), flat, context(tmp_path))["n_updates"] == 0
     half = (torch.arange(n) % 2).float()
@@ -286,8 +286,10 @@ def test_a_train_step_reads_the_components(tmp_path: Path) -> None:
     failed = torch.repeat_interleave(
         sample["outcome"] != 0, torch.tensor(sample.lengths("packed_logprobs").values)
     )
-    assert not bool(PredictedTokens.of(prepared).mask[failed].any()) and bool(failed.any())
-    assert counted["n_tokens"] == float((PredictedTokens.of(prepared).mask & (half > 0)).sum())
+    assert not bool(PredictedTokens.from_sample(prepared).mask[failed].any()) and bool(failed.any())
+    assert counted["n_tokens"] == float(
+        (PredictedTokens.from_sample(prepared).mask & (half > 0)).sum()
+    )
 
 
 def test_the_page_is_that_of_the_tables() -> None:

@@ -57,7 +57,7 @@ def with_turns(sample, rewards):
 
 def gae_of(sample, i):
     """Position -> (advantage, return) of one sequence, by the definition, in float64."""
-    tokens = PredictedTokens.of(sample)
+    tokens = PredictedTokens.from_sample(sample)
     places = [t for t in range(len(tokens.mask)) if tokens.sequence[t] == i and tokens.mask[t]]
     kl = sample["packed_logprobs"].double() - sample["packed_ref_logprobs"].double()
     value = [float(sample["values"][t]) for t in places] + [0.0]
@@ -88,7 +88,7 @@ def test_both_train_calls_make_the_same_advantages_of_the_same_inputs(rollout_ba
     assert bool(now.any()) and not torch.allclose(now.float(), sample["values"]), (
         "values are in units of rewards"
     )
-    trains = PredictedTokens.of(sample).mask
+    trains = PredictedTokens.from_sample(sample).mask
     assert bool(sample["values"][trains].all()) and not bool(sample["values"][~trains].any())
     stats = interface.train_step(critic, sample, context(tmp_path, 1))
     expected: dict[int, tuple[float, float]] = {}
@@ -176,7 +176,7 @@ def test_by_turns_the_critic_learns_the_states_in_which_turns_begin(rollout_batc
         interface, critic, with_turns(rollout_batch(GROUPS, REWARDS, OUTCOME), REWARDS)
     )
     stats = interface.train_step(critic, sample, context(tmp_path))
-    tokens = PredictedTokens.of(sample)
+    tokens = PredictedTokens.from_sample(sample)
     turn = predicted(sample, "turn_ids")
     begun = {(int(tokens.sequence[t]), int(turn[t])) for t in range(len(turn)) if tokens.mask[t]}
     assert stats["n_values"] == len([pair for pair in begun if OUTCOME[pair[0]] == 0])

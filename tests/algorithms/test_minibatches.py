@@ -97,5 +97,5 @@ def test_the_proximal_policy_is_that_before_the_first_update_in_every_pass(
     assert len(seen) == 1 and len(parts) == 4
     known = {round(float(value), 5) for value in before}
     for part in parts:
-        mask = PredictedTokens.of(part).mask
+        mask = PredictedTokens.from_sample(part).mask
         assert {round(float(value), 5) for value in part["proximal_logprobs"][mask]} <= known

@@ -98,7 +98,7 @@ class Linear:
     def logprobs(
         self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec
     ) -> Tensor:
-        mask = PredictedTokens.of(sample).mask
+        mask = PredictedTokens.from_sample(sample).mask
         return torch.where(mask, self.outputs(sample).logprobs(temperature)[0], 0.0).detach()
 
     def forward(self, sample: SequenceSample, post_fn: Any, *, mb_spec: MicroBatchSpec) -> Tensor:

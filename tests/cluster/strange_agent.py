@@ -23,7 +23,7 @@ from realhf.cluster.messages import (
 from realhf.cluster.own_host import installed_versions
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header
 from realhf.transport.network import connect_encrypted
-from realhf.transport.sockets import own_versions
+from realhf.transport.sockets import collect_versions
 from tests.cluster.key_ring import KeyRing
 
 ANSWER_S = 60.0
@@ -89,7 +89,7 @@ class StrangeAgent:
             dict(wants),
             {**installed_versions(), **unlike},
         )
-        self.say("hello", here, versions={**own_versions(), **versions}, node="its-node")
+        self.say("hello", here, versions={**collect_versions(), **versions}, node="its-node")
 
     def join(self, **given: Any) -> StrangeAgent:
         """Register, and wait for the welcome."""

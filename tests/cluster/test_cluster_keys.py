@@ -46,11 +46,11 @@ def refused(door: ControlEndpoint, key: HostKey) -> str:
     end = time.monotonic() + ANSWER_S
     try:
         connect_encrypted(socket, door.endpoint, key.server_public, key.own)
-        while not (watch.handshakes or watch.refused):
+        while not (watch.handshakes or watch.refusal):
             assert time.monotonic() < end
             watch.monitor.poll(100)
-            watch.look()
-        return watch.refused
+            watch.process_events()
+        return watch.refusal
     finally:
         watch.close()
         socket.close(0)

@@ -48,7 +48,7 @@ from realhf.scheduler.base import (
     WorkerSpec,
     WorkersWanted,
 )
-from realhf.transport.sockets import allow_many_connections
+from realhf.transport.sockets import raise_descriptor_limit
 from tests.cluster.key_ring import ASYNCHRONOUS, KeyRing, log_of, run_folder
 from tests.cluster.strange_agent import ANSWER_S, StrangeAgent
 
@@ -567,7 +567,7 @@ def test_a_launcher_takes_more_agents_than_a_process_usually_has_descriptors(tmp
     launcher = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 2 * many)
-    allow_many_connections()
+    raise_descriptor_limit()
     try:
         assert launcher.stdout is not None
         door = launcher.stdout.readline().strip()

@@ -11,7 +11,7 @@ import pytest
 
 from realhf.api.chat_template import TemplateChat
 from realhf.launch.__main__ import main
-from realhf.rollout.tool_call_check import check_calls, one_of_each
+from realhf.rollout.tool_call_check import build_example_calls, check_calls
 from realhf.rollout.tool_call_check import main as check
 from tests.api.chat.families import FAMILIES_OF_MODELS, family_tokenizer
 from tests.api.chat.templates import SMOLLM2, tokenizer
@@ -114,7 +114,7 @@ def test_the_call_that_is_tried_has_arguments_that_the_schema_allows(schema: Any
         }
     ]
     chat = TemplateChat(family_tokenizer("qwen3-coder"))
-    assert check_calls(chat, one_of_each(tools), tools) == 1
+    assert check_calls(chat, build_example_calls(tools), tools) == 1
 
 
 def test_a_template_that_shows_no_tools_is_refused(

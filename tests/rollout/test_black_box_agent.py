@@ -179,7 +179,7 @@ async def test_an_agent_that_fails_fails_alone(fake: FakeEnvServer) -> None:
     for function, words in [
         (raises, "KeyError"),
         (hangs, "not done after 0.3 s"),
-        (is_silent, "asked for nothing"),
+        (is_silent, "requested no turn"),
         (is_vague, "not a reward"),
     ]:
         outcome = await play(

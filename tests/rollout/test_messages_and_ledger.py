@@ -220,4 +220,9 @@ def test_the_main_trajectory_has_the_most_tokens() -> None:
         turn = book.begin([Message("user", words)])
         book.add(turn, sampled(words))
         book.keep(turn)
-    assert [branch.turns()[0].text for branch in book.ordered()] == ["aws 2", "aws 1", "s3", "ls"]
+    assert [branch.turns()[0].text for branch in book.sort_branches()] == [
+        "aws 2",
+        "aws 1",
+        "s3",
+        "ls",
+    ]

@@ -272,7 +272,7 @@ async def test_the_end_cancels_what_is_under_way(endpoint: Endpoint) -> None:
     assert (
         nothing.status == "agent"
         and nothing.reward is None
-        and nothing.message == "the agent asked for nothing"
+        and nothing.message == "the agent requested no turn"
     )
 
 
@@ -380,7 +380,7 @@ async def test_a_turn_that_is_sampled_when_the_session_ends_is_not_kept(endpoint
             "headers": headers,
         }
         await build_app(server.sessions)(scope, receive, send)
-        assert sent[0]["status"] == 409 and b"ended meanwhile" in sent[1]["body"]
+        assert sent[0]["status"] == 409 and b"has ended" in sent[1]["body"]
         assert outcomes(session) == made and len(made[0].turns) == 1 and made[0].loss_mask[-1]
         assert len(made[0].completion_ids) == len(made[0].logprobs) == len(spelt("aws 1")) + 1
 

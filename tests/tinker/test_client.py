@@ -316,7 +316,7 @@ def test_a_saved_state_goes_on_where_it_was(trainer, service):
     know it."""
     steps(trainer, 3)
     path = trainer.save_state("three", ttl_seconds=7200).result().path
-    with pytest.raises(tinker.RequestFailedError, match="say overwrite, or another name"):
+    with pytest.raises(tinker.RequestFailedError, match="pass overwrite, or choose another name"):
         trainer.save_state("three").result()
     trainer.save_state("three", overwrite=True).result()
     expected = steps(trainer, 2)
@@ -411,7 +411,7 @@ def test_weights_with_a_name_are_sampled_by_their_path(trainer, service):
     [
         ({"target_tokens": [300]}, "target_tokens must be from 0 to 259"),
         ({"weights": [float("nan")]}, "weights has numbers that are not finite"),
-        ({"advantages": [1.0]}, "advantages is nothing that the loss knows"),
+        ({"advantages": [1.0]}, "advantages is not an input of the loss"),
         ({"weights": [1.0, 1.0]}, r"weights has the shape \(2,\)"),
     ],
 )
@@ -433,7 +433,7 @@ def test_what_is_not_carried_is_refused_with_the_clients_own_errors(
         tinker.RequestFailedError, match="'stable_reinforce' is not carried by this server"
     ):
         trainer.forward_backward([datum(TEXT[0])], "stable_reinforce").result()
-    with pytest.raises(tinker.BadRequestError, match="is not here"):
+    with pytest.raises(tinker.BadRequestError, match="is not served here"):
         service.create_lora_training_client("meta/large", rank=4).result()
     with pytest.raises(tinker.BadRequestError, match="--max-rank"):
         service.create_lora_training_client(str(policy), rank=4096).result()

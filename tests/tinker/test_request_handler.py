@@ -58,7 +58,7 @@ def test_options_that_are_not_carried_are_refused_by_name(opened, post):
         "optimizer": False,
     }
     for change, said in (
-        ({"base_model": "another"}, "base_model 'another' is not here"),
+        ({"base_model": "another"}, "base_model 'another' is not served here"),
         ({"optimizer_config": {"type": "dimuon"}}, "optimizer_config 'dimuon' is not carried"),
         (
             {"base_model": service.options.public_name, "optimizer_config": {"type": "adamw"}},

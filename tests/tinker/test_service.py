@@ -78,7 +78,7 @@ def test_what_waits_for_a_request_that_never_comes_fails_with_the_session(
         service.store._base.execute("update sessions set seen=0")
     service.unload_lapsed()
     late = service.store.request(f"{model}:3")
-    assert (late.state, late.error) == (FAILED, "a request before it never came")
+    assert (late.state, late.error) == (FAILED, "an earlier request never arrived")
     assert service._pending[ME] == (0, 0)
     ask(service, model, 1)
     service._process.answer(len(service._process.jobs))
@@ -101,10 +101,10 @@ def test_what_waits_for_a_request_that_never_comes_is_done_in_the_end(opened, re
     if restarted:
         service._process.answer()
     assert [type(work) for work in service._process.works] == [Spoil, Update]
-    assert "request 1 never came" in service._process.works[0].why
+    assert "request 1 never arrived" in service._process.works[0].why
     service._process.answer(2)
     assert states(service, model) == [FAILED, FINISHED]
-    with pytest.raises(Refusal, match=r"number 1 of .* is taken: request 1 never came"):
+    with pytest.raises(Refusal, match=r"number 1 of .* is taken: request 1 never arrived"):
         ask(service, model, 1)
 
 
@@ -285,7 +285,7 @@ def test_of_two_saves_under_one_name_the_second_fails(opened):
     second = save(service, model, 2)
     answer_saves(service)
     assert service.store.request(first).state == FINISHED
-    assert "say overwrite" in service.store.request(second).error
+    assert "pass overwrite" in service.store.request(second).error
     row = service.store.checkpoint(f"tinker://{model}/weights/a")
     assert row.info["folder"].endswith("a.1") and Path(row.info["folder"]).is_dir()
 
@@ -405,9 +405,7 @@ def test_a_model_that_is_not_made_again_fails_aloud(opened):
     service._process.answer(3)
     service._process.answer(error="out of memory")
     assert states(service, model) == [FINISHED] * 2 + [FAILED] and service._pending[ME] == (0, 0)
-    assert (
-        service.store.request(f"{model}:3").error == "the model was not made again: out of memory"
-    )
+    assert service.store.request(f"{model}:3").error == "the model was not rebuilt: out of memory"
     service._process.jobs.clear()
     ask(service, model, 4)
     assert [type(work) for work in service._process.works] == [
@@ -440,7 +438,7 @@ def test_weights_that_are_gone_are_no_reason_to_go_on_without(opened):
     service.checkpoints.delete(service.checkpoints.find(ME, f"tinker://{model}/weights/a"))
     ask(service, model, 3)
     service = opened()
-    assert "was not made again: there are no weights" in service.store.request(f"{model}:3").error
+    assert "was not rebuilt: there are no weights" in service.store.request(f"{model}:3").error
 
 
 def test_a_step_that_failed_drops_its_gradients_also_where_it_is_done_again(opened):

@@ -64,13 +64,13 @@ class BigramEngine:
         ends = torch.from_numpy(np.cumsum(sample.lengths("packed_input_ids").values)) - 1
         inside = torch.ones(len(ids), dtype=torch.bool)
         inside[ends] = False  # the last token of a sequence predicts nothing
-        asked = PredictedTokens.of(sample).mask
+        asked = PredictedTokens.from_sample(sample).mask
         hidden = functional.one_hot(ids[inside][asked], len(self.table)).float()
         rows = ScoredRows(hidden, ids[1:][inside[:-1]][asked], asked.nonzero()[:, 0])
         return PackedOutputs(rows, len(asked), Heads(language=lambda: self.table.T), self.table.device)
 
     def _shifted(self, sample: SequenceSample) -> int:
-        return len(PredictedTokens.of(sample).mask)
+        return len(PredictedTokens.from_sample(sample).mask)
 
     def generator(self) -> GenerationEngine:
         """Refuse: no call of the experiment generates."""

@@ -124,7 +124,7 @@ class AwsScriptAgent:
         self._failures: Counter[int] = Counter()
 
     async def play(
-        self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int
+        self, env: Environment, request: EpisodeRequest, llm: TokenSource, slot: int
     ) -> RolloutOutcome:
         """Play one script and store its row.
 
@@ -132,17 +132,17 @@ class AwsScriptAgent:
         its kind: a ``habit`` must fail, all others must succeed. Such an error ends the whole run,
         because the rows would be incomplete.
         """
-        script = self._scripts[wanted.index]
+        script = self._scripts[request.index]
         task = script.task
         recorder = RecordingEnvironment(env)
         speaker = ScriptSpeaker(script, recorder)
-        outcome = await play_episode(recorder, wanted, speaker, len(script.lines))
+        outcome = await play_episode(recorder, request, speaker, len(script.lines))
         if outcome.valid:
             if outcome.achieved is (script.kind == HABIT):
                 raise RuntimeError(
                     f"{script.kind} episode of {task.template} (seed {task.seed}) is mislabelled"
                 )
-            self.rows[wanted.index] = {
+            self.rows[request.index] = {
                 **{
                     "task_id": task.task_id,
                     "template": task.template,
@@ -154,8 +154,8 @@ class AwsScriptAgent:
             }
             self._on_row()
             return outcome
-        self._failures[wanted.index] += 1
-        if self._failures[wanted.index] > _RETRIES:
+        self._failures[request.index] += 1
+        if self._failures[request.index] > _RETRIES:
             raise RuntimeError(
                 f"the episode {outcome.task_id} failed ({outcome.status}): {outcome.message}"
             )

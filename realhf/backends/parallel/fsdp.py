@@ -100,7 +100,7 @@ class FolderWeights:
             if stored_name is None and key in optional and len(names) == 1:
                 continue
             if stored_name is None:
-                raise ValueError(f"it holds no tensor {names[0]}")
+                raise ValueError(f"it has no tensor {names[0]}")
             if (stored_shape := self._shape(stored_name)) != shapes[key]:
                 raise ValueError(
                     f"{stored_name} has the shape {stored_shape}, in the model {shapes[key]}"

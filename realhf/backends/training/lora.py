@@ -582,7 +582,7 @@ def _peft() -> Any:
         import peft
     except ImportError as error:
         raise ConfigError(
-            f"actor.lora.rank: adapters need the package peft, which is not here ({error}): "
+            f"actor.lora.rank: adapters need the package peft, which is not installed ({error}): "
             f"{install_command('lora')}"
         ) from None
     return peft

@@ -460,7 +460,7 @@ class PackedForward:
                 ]
             )
         except _UNSUPPORTED_ERRORS as error:
-            return f"the model takes no layout of rows ({error})"
+            return f"the model does not support this layout of rows ({error})"
         finally:
             self.model.train(was_training)
         deviation = max_deviation(shared_states, separate_states)

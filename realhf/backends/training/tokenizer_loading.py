@@ -66,7 +66,7 @@ def check_dense(path: str, role: str) -> None:
     experts."""
     if experts := routed_experts(_load_config(path, role)):
         raise ModelLoadError(
-            f"{role}.path={path}: vLLM takes no new weights of its {experts} experts; use "
+            f"{role}.path={path}: vLLM cannot be updated with the weights of its {experts} experts; use "
             f"engine.name=embedded"
         )
 

@@ -102,17 +102,17 @@ def _missing_compiler(device: torch.device) -> str:
 
     if device.type == "cuda":
         if not has_triton():
-            return "torch.compile needs triton on a GPU, which is not here"
+            return "torch.compile needs triton on a GPU, which was not found"
         return (
             ""
             if shutil.which("gcc") or shutil.which("clang")
-            else "triton needs a C compiler, which is not here"
+            else "triton needs a C compiler, which was not found"
         )
     try:
         get_cpp_compiler()
     except (InvalidCxxCompiler, OSError, RuntimeError) as error:
         return (
-            f"torch.compile needs a C++ compiler on the CPU, which is not here "
+            f"torch.compile needs a C++ compiler on the CPU, which was not found "
             f"({first_line(error)})"
         )
     return ""
@@ -456,7 +456,7 @@ class TorchEngine:
         raise ValueError(
             f"packed_input_ids of sample {sample.ids[index]!r} has the token {int(ids[position])}, "
             f"and {self._role} "
-            f"has the tokens 0 to {size - 1}: it was made with another tokenizer"
+            f"has the tokens 0 to {size - 1}: it was encoded with another tokenizer"
         )
 
     def _run_pass(self, empty: bool, run: Callable[[], Tensor]) -> Tensor:

@@ -429,7 +429,9 @@ def row_tree_attention(
         or sliding_window is not None
         or (n, columns) != (1, row_trees.columns)
     ):
-        raise ValueError(f"{type(module).__name__} asks for more than attention over trees of rows")
+        raise ValueError(
+            f"{type(module).__name__} needs features that attention over row trees lacks"
+        )
     q, k, v = (
         gathering.take(x[0].transpose(0, 1))
         for x, gathering in zip(

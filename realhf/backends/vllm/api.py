@@ -126,7 +126,7 @@ class VllmApi:
         ]
         if len(logprobs) != len(tokens):
             raise VllmError(
-                f"{self.url} gave {len(tokens)} tokens with {len(logprobs)} log-probabilities"
+                f"{self.url} returned {len(tokens)} tokens with {len(logprobs)} log-probabilities"
             )
         if any(value <= _NOT_FINITE for value in logprobs):
             raise FloatingPointError(f"{self.url}: the model returned logits that are not finite")

@@ -501,7 +501,7 @@ def read_history(folder: Path) -> History:
         and _segment_number(paths[first]) != 1
     ):
         raise JournalDamaged(
-            f"{paths[first]} does not begin with a snapshot, and what came before it is missing"
+            f"{paths[first]} does not begin with a snapshot, and the records before it are missing"
         )
     records = [record for frames in parts for frame in frames for record in frame]
     return History(records, paths[:first], torn)
@@ -612,7 +612,7 @@ def _cut_torn_frame(path: Path, size: int) -> str:
         file.truncate(size)
         os.fsync(file.fileno())
     return (
-        f"the last {len(data)} bytes of {path} are no whole record, as after an interrupted write; "
+        f"the last {len(data)} bytes of {path} are an incomplete record, as after an interrupted write; "
         f"they are kept in "
         f"{kept.name}, and the run goes on without them"
     )

@@ -427,9 +427,8 @@ class RolloutLedger:
         journal, records = Journal.open(folder, archive=archive, restart=restart, warn=notes.append)
         if damage:
             warn(
-                f"{damage}; the run goes on from what the checkpoint of step {completed_steps} "
-                f"knows of its samples, "
-                f"those that were given out since are given out again, and {notes.pop()}"
+                f"{damage}; the run continues with the samples that the checkpoint of step "
+                f"{completed_steps} records, samples leased since then are leased again, and {notes.pop()}"
             )
         for note in notes:
             warn(note)

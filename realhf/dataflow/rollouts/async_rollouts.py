@@ -435,7 +435,7 @@ class AsyncRollouts(StepSource):
         if self._weights.versions.keys() == {worker}:
             self.control.fail(RolloutsFailed(f"{worker} did not load the weights: {error}"))
         else:
-            self._warn(f"{worker} did not load the weights and is sent away: {error}")
+            self._warn(f"{worker} did not load the weights and is dismissed: {error}")
             self._caller.dismiss(worker, f"it did not load the weights: {error}")
 
     async def _watch(self) -> None:

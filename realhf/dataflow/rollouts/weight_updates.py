@@ -53,7 +53,7 @@ from realhf.dataflow.weight_proof import (
 from realhf.dataflow.worker_group import ask
 from realhf.transport.errors import RemoteError, RpcError, WorkerDied
 from realhf.transport.rpc_master import RpcMaster
-from realhf.transport.weights import staging_s
+from realhf.transport.weights import compute_staging_s
 
 _log = logging.getLogger(__name__)
 STRAGGLER_GRACE_S = 10.0
@@ -286,7 +286,7 @@ class WeightUpdates:
     async def _load(self, worker: str, manifest: WeightsManifest) -> None:
         """Have a worker load a version. Raises RpcError, or WrongWeights where it holds other
         weights afterwards."""
-        timeout_s = self._timeout_s + staging_s(manifest.nbytes)
+        timeout_s = self._timeout_s + compute_staging_s(manifest.nbytes)
         answer = await ask(
             self._caller,
             worker,

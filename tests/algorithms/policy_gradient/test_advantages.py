@@ -296,7 +296,7 @@ def test_a_train_step_tells_the_turns_of_an_episode_apart(rollout_batch):
         at_end=False,
     )
     prepared, _ = PolicyGradientInterface({"credit": "turn"}).prepare(sample)
-    tokens = PredictedTokens.of(sample)
+    tokens = PredictedTokens.from_sample(sample)
     turn = predicted(sample, "turn_ids")
     found = prepared["advantages"]
     assert not bool(found[tokens.mask & (turn == 0)].any()), (

@@ -74,7 +74,7 @@ def sample(rollout_batch, tmp_path):
 
 def rows_of(part):
     """The positions of the trained tokens of each sequence."""
-    tokens = PredictedTokens.of(part)
+    tokens = PredictedTokens.from_sample(part)
     rows: Rows = [[] for _ in range(tokens.n_sequences)]
     for t, (sequence, trains) in enumerate(
         zip(tokens.sequence.tolist(), tokens.mask.tolist(), strict=True)
@@ -233,6 +233,6 @@ def test_decoupled_clips_against_the_start_of_the_step_and_weighs_against_the_sa
     check(stats, witness, token_ratio, proximal, 0.8, 1.2, weight_of=weight_of)
     assert stats.get("rejected_fraction", 0.0) + stats.get("truncated_fraction", 0.0) > 0
     start = tiny_actor().engine.logprobs(sample, temperature=1.0, mb_spec=SPEC)
-    mask = PredictedTokens.of(sample).mask
+    mask = PredictedTokens.from_sample(sample).mask
     apart = (start - stale["packed_logprobs"])[mask].abs().max()
     assert float(apart) > 0.5, "the weights have something to correct"

@@ -55,7 +55,7 @@ def minibatch(seed: int, junk: float = 0.0) -> SequenceSample:
     """Rows of all kinds, one with a ratio of about 1; ``junk`` stands outside the mask."""
     sample = ragged(seed)
     g = torch.Generator().manual_seed(seed)
-    tokens = PredictedTokens.of(sample)
+    tokens = PredictedTokens.from_sample(sample)
     old = sample["packed_logprobs"]
     apart = torch.randn(len(old), generator=g)
     apart = torch.where(tokens.sequence % 2 == 0, apart, 1e-4 * apart)
@@ -100,7 +100,7 @@ def test_a_correction_is_that_of_its_paper(name: str) -> None:
     touched = 0.0
     for seed in range(4):
         part = minibatch(seed)
-        tokens = PredictedTokens.of(part)
+        tokens = PredictedTokens.from_sample(part)
         n = len(part["advantages"])
         current = part["proximal_logprobs"] + 0.3 * torch.randn(
             n, generator=torch.Generator().manual_seed(9 + seed)
@@ -149,7 +149,7 @@ def test_shares_say_what_was_left_out_and_what_was_cut() -> None:
         {"correction": "mis", "behav_imp_sequence_cap": 1.5, "behav_imp_sequence_floor": 0.5}
     )
     part = minibatch(0)
-    tokens = PredictedTokens.of(part)
+    tokens = PredictedTokens.from_sample(part)
     rows = [
         row
         for row in range(tokens.n_sequences)
@@ -185,7 +185,7 @@ def test_options_beside_a_correction() -> None:
         {"correction": "seq_mis", "algo": "gspo"},
     ):
         first = resolve(given, sampler_differs=True)
-        again = resolve(first.chosen(policy_gradient_options(given)))
+        again = resolve(first.to_plain_values(policy_gradient_options(given)))
         assert vars(again) == {**vars(first), "use_decoupled_loss": again.use_decoupled_loss}
     refused = {
         r"ppo.correction=tiss: unknown .*; did you mean 'tis'": {"correction": "tiss"},

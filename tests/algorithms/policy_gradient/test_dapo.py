@@ -74,7 +74,7 @@ def test_what_is_left_out_of_the_loss_is_in_the_statistics(rows: Any) -> None:
     plain, left_out = made
     of_loss = {"n_trainable", "n_trainable_rollouts", "n_tokens"}
     assert {name for name, value in plain[1].items() if left_out[1][name] != value} == of_loss
-    too_long = sample["seq_no_eos_mask"][PredictedTokens.of(sample).sequence]
+    too_long = sample["seq_no_eos_mask"][PredictedTokens.from_sample(sample).sequence]
     assert plain[0]["advantages"][too_long].any() and not left_out[0]["advantages"][too_long].any()
     assert torch.equal(left_out[0]["advantages"][~too_long], plain[0]["advantages"][~too_long])
 
@@ -153,7 +153,7 @@ def test_signal_is_what_the_estimators_see(rollout_batch: Any) -> None:
         assert expected == [k == 1, False, False, False, True]
         options = {"adv_estimator": estimator} | ({"pass_at_k": k} if k > 1 else {})
         prepared = PolicyGradientInterface(options).prepare(sample)[0]
-        tokens = PredictedTokens.of(sample)
+        tokens = PredictedTokens.from_sample(sample)
         groups = tokens.group[tokens.sequence[prepared["advantages"] != 0]]
         assert [i in groups for i in range(5)] == expected
 
@@ -184,7 +184,7 @@ def test_sets_of_k_have_signal_where_their_best_differ(k: int) -> None:
 def test_the_preset_has_them_where_it_can() -> None:
     got = resolve({"algo": "dapo"}, loss_scale_len=200)
     assert (got.dynamic_sampling, got.overlong_length, got.overlong_buffer) == (1.0, 200, 0.2)
-    again = resolve(got.chosen(PolicyGradientOptions(algo="dapo")))
+    again = resolve(got.to_plain_values(PolicyGradientOptions(algo="dapo")))
     assert (again.overlong_length, again.overlong_buffer) == (200, 0.2), (
         "whoever trains knows the same number"
     )
@@ -194,7 +194,7 @@ def test_the_preset_has_them_where_it_can() -> None:
         None,
         0.0,
     )
-    later = resolve(unknown.chosen(PolicyGradientOptions(algo="dapo")), loss_scale_len=200)
+    later = resolve(unknown.to_plain_values(PolicyGradientOptions(algo="dapo")), loss_scale_len=200)
     assert later.overlong_length is None
     plain = resolve({}, loss_scale_len=200)
     assert (plain.dynamic_sampling, plain.overlong_length, plain.overlong_buffer) == (
@@ -248,7 +248,7 @@ def test_beside_a_reward_model_equal_rewards_of_the_environment_teach_too() -> N
     ppo = policy_options(with_model)
     assert (
         actor_gen(with_model, ppo).resample == 0
-        and resolve(ppo.chosen(with_model.ppo)).dynamic_sampling == 0
+        and resolve(ppo.to_plain_values(with_model.ppo)).dynamic_sampling == 0
     )
 
 

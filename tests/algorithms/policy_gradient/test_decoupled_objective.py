@@ -59,7 +59,7 @@ def minibatch(rollout_batch: Any, options: Any, seed: int) -> tuple[torch.Tensor
     """Current log-probabilities and the sample as the interface hands it to the engine."""
     sample = rollout_batch(GROUPS, [0.0] * 5, seed=seed)
     g = torch.Generator().manual_seed(100 + seed)
-    tokens = PredictedTokens.of(sample)
+    tokens = PredictedTokens.from_sample(sample)
     old = sample["packed_logprobs"]
     per_sequence = torch.randn(tokens.n_sequences, generator=g)
     shifted = {
@@ -78,7 +78,7 @@ def loop(
     current: list[float], part: SequenceSample, options: Any
 ) -> tuple[float, dict[str, float]]:
     """Loss and token sums of weight and of rejected tokens, after the formulas of section 10."""
-    tokens = PredictedTokens.of(part)
+    tokens = PredictedTokens.from_sample(part)
     mask = tokens.mask.tolist()
     seq = tokens.sequence.tolist()
     old = part["packed_logprobs"].tolist()
@@ -165,7 +165,7 @@ def test_the_weight_is_constant_in_the_gradient(rollout_batch: Any, given: dict[
     (unweighted,) = torch.autograd.grad(
         PolicyObjective(plain, STEP)(GivenOutputs(current), against)[0], current
     )
-    tokens = PredictedTokens.of(part)
+    tokens = PredictedTokens.from_sample(part)
     w = prox - part["packed_logprobs"]
     if options.behav_imp_weight_level == "sequence":
         w = torch.stack([w[tokens.mask & (tokens.sequence == s)].mean() for s in tokens.sequence])
@@ -209,7 +209,7 @@ def test_garbage_in_masked_positions_is_harmless(
 ) -> None:
     options = resolve({"use_decoupled_loss": True, **given})
     current, part = minibatch(rollout_batch, options, 2)
-    outside = ~PredictedTokens.of(part).mask
+    outside = ~PredictedTokens.from_sample(part).mask
     found = []
     for spoil in (False, True):
         lp = current.detach().clone()
@@ -267,7 +267,7 @@ def test_recompute_logprob_replaces_the_behaviour_policy(rollout_batch: Any) -> 
 def test_huge_weight_is_clamped_counted_and_rejected(rollout_batch: Any) -> None:
     options = resolve({"use_decoupled_loss": True})
     current, part = minibatch(rollout_batch, options, 0)
-    mask = PredictedTokens.of(part).mask
+    mask = PredictedTokens.from_sample(part).mask
     part = replace_keys(part, shifted={"packed_logprobs": part["packed_logprobs"] - 500.0 * mask})
     loss, stats = PolicyObjective(options, STEP)(GivenOutputs(current), part)
     assert float(loss.detach()) == 0 and stats["rejected_fraction"] == float(mask.sum())

@@ -30,7 +30,7 @@ from tests.algorithms.tiny_policy import (
 
 def taught(sample, seed=0):
     """The sample with what a teacher says of the tokens that train, and NaN of the others."""
-    tokens = PredictedTokens.of(sample)
+    tokens = PredictedTokens.from_sample(sample)
     said = -4 * torch.rand(len(tokens.mask), generator=torch.Generator().manual_seed(seed))
     said[5::7] = -40.0  # so unlikely that the bound counts
     return replace_keys(
@@ -51,7 +51,7 @@ def test_an_advantage_is_the_share_of_the_reward_and_that_of_the_teacher(
     made, stats = PolicyGradientInterface(
         {**options, "rl_weight": rl, "distill_weight": distill}
     ).prepare(sample)
-    tokens = PredictedTokens.of(sample)
+    tokens = PredictedTokens.from_sample(sample)
     found = made["advantages"].tolist()
     apart = []
     for t, sequence in enumerate(tokens.sequence.tolist()):

@@ -69,7 +69,7 @@ def test_loss_equals_an_independent_computation(rollout_batch, tmp_path):
     current = model.engine.logprobs(sample, temperature=1.0, mb_spec=MicroBatchSpec())
     ref = sample["packed_ref_logprobs"]
     old = sample["packed_logprobs"]
-    tokens = PredictedTokens.of(sample)
+    tokens = PredictedTokens.from_sample(sample)
     per_sequence = []
     for i in range(12):
         mine = [
@@ -168,7 +168,7 @@ def test_token_kl_reward_to_go(rollout_batch):
         sample
     )[0]
     plain = PolicyGradientInterface({"algo": "rloo"}).prepare(sample)[0]["advantages"]
-    tokens = PredictedTokens.of(got)
+    tokens = PredictedTokens.from_sample(got)
     kl = sample["packed_logprobs"] - sample["packed_ref_logprobs"]
     for t in range(len(kl)):
         later = [
@@ -275,7 +275,9 @@ def test_scores_are_the_log_softmax_at_the_sampling_temperature(rollout_batch, t
     out, stats = interface.inference(model, sample, context(tmp_path, max_tokens_per_mb=32))
     with torch.no_grad():
         expected = torch.where(
-            PredictedTokens.of(sample).mask, torch.cat(plain_logprobs(model, sample, 0.7)), 0.0
+            PredictedTokens.from_sample(sample).mask,
+            torch.cat(plain_logprobs(model, sample, 0.7)),
+            0.0,
         )
     torch.testing.assert_close(out[mfc.output_keys[0]], expected, atol=1e-4, rtol=1e-4)
     assert stats["n_tokens"] == sum(map(sum, GROUPS))
@@ -289,7 +291,7 @@ def test_a_step_follows_the_policy_gradient(rollout_batch, tmp_path):
     interface = PolicyGradientInterface({"loss_agg": "token_mean"})
     prepared = interface.prepare(sample)[0]
     advantages = prepared["advantages"]
-    mask = PredictedTokens.of(prepared).mask
+    mask = PredictedTokens.from_sample(prepared).mask
     before = torch.cat(plain_logprobs(model, sample))
     loss = -(advantages * before)[mask].sum() / int(mask.sum())
     gradient = torch.autograd.grad(loss, [*model.engine.model.parameters()], allow_unused=True)

@@ -189,7 +189,7 @@ def test_what_is_kept_is_what_was_trained(rollout_batch, tmp_path, options):
         stats.append(PolicyGradientInterface(dict(options)).train_step(model, sample, own))
     assert stats[0] == stats[1], "keeping changes nothing"
     (rows,) = kept.rows
-    tokens = PredictedTokens.of(sample)
+    tokens = PredictedTokens.from_sample(sample)
     valid = torch.tensor(OUTCOME) == 0
     assert list(rows.ids) == ["t0", "t1", "t2", "t3"] and list(rows.rows) == [3, 3, 3, 3]
     assert list(rows.lengths) == [n - 1 for group in GROUPS for n in group]

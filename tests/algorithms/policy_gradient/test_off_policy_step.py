@@ -116,7 +116,7 @@ def test_recompute_and_one_minibatch_is_the_plain_policy_gradient(
         {"loss_agg": "token_mean", "prox_logp_method": "recompute", **given}
     )
     prepared = interface.prepare(sample)[0]
-    tokens = PredictedTokens.of(prepared)
+    tokens = PredictedTokens.from_sample(prepared)
     own = scored(model, sample)["proximal_logprobs"]
     w = (own - sample["packed_logprobs"]).exp()
     w = {
@@ -128,7 +128,7 @@ def test_recompute_and_one_minibatch_is_the_plain_policy_gradient(
 
     def surrogate(outputs, part):
         gain = part["advantages"] * part["w"] * outputs.logprobs()[0]
-        return -torch.where(PredictedTokens.of(part).mask, gain, 0.0).sum() / int(
+        return -torch.where(PredictedTokens.from_sample(part).mask, gain, 0.0).sum() / int(
             tokens.mask.sum()
         ), {}
 
@@ -187,7 +187,7 @@ def test_the_step_reports_weights_and_mismatch(rollout_batch):
     options = {"use_decoupled_loss": True, "behav_imp_weight_cap": 1.2, "entropy_coef": 0.01}
     stats, _ = step(options, sample)
     valid = torch.tensor(OUTCOME) == 0
-    tokens = PredictedTokens.of(sample)
+    tokens = PredictedTokens.from_sample(sample)
     mask = tokens.mask & valid[tokens.sequence]
     distance = (sample["proximal_logprobs"] - sample["packed_logprobs"])[mask]
     w = distance.exp()
@@ -255,7 +255,7 @@ def test_staleness_equals_loop():
 
 def test_the_step_reports_the_staleness_of_valid_sequences(rollout_batch):
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
-    tokens = PredictedTokens.of(sample)
+    tokens = PredictedTokens.from_sample(sample)
     # the failed one is the oldest and does not count
     born = torch.tensor([2, 3, 3, 3, 3, 3, 3, 3, 0, 3, 3, 3])
     versions = torch.where(tokens.mask, born[tokens.sequence], -1).int()
@@ -307,7 +307,7 @@ def test_reinforce_pp_advantages_equal_a_loop(rollout_batch, estimator, discount
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     options = {"algo": "reinforce_pp", "adv_estimator": estimator, "discount": discount}
     got = PolicyGradientInterface(options).prepare(sample)[0]["advantages"]
-    tokens = PredictedTokens.of(sample)
+    tokens = PredictedTokens.from_sample(sample)
     kl = sample["packed_logprobs"] - sample["packed_ref_logprobs"]
     expected = [0.0] * len(kl)
     for i in range(12):

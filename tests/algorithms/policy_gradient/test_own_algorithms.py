@@ -178,7 +178,7 @@ def test_its_preset_may_name_a_correction(tmp_path: Path) -> None:
         resolve({"algo": algo}),
         resolve({"algo": algo}, sampler_differs=True, loss_scale_len=99),
     ):
-        for found in (made, resolve(made.chosen(policy_gradient_options({"algo": algo})))):
+        for found in (made, resolve(made.to_plain_values(policy_gradient_options({"algo": algo})))):
             assert (found.behav_imp_weight_mode, found.behav_imp_weight_cap) == ("truncate", 3.0)
             assert (found.use_decoupled_loss, found.loss_scale_len) == (True, 7)
     other = resolve({"algo": algo, "correction": "icepop"})
@@ -194,7 +194,7 @@ def test_its_preset_may_name_a_correction(tmp_path: Path) -> None:
     kept = resolve(given, sampler_differs=True)
     assert (
         kept.recompute_logprob
-        and resolve(kept.chosen(policy_gradient_options(given))).recompute_logprob
+        and resolve(kept.to_plain_values(policy_gradient_options(given))).recompute_logprob
     )
 
 

@@ -90,7 +90,7 @@ def test_what_a_worker_is_told_resolves_to_the_same(algo, differs):
     somebody had set it."""
     given = PolicyGradientOptions(algo=algo)
     chosen = resolve(given, loss_scale_len=99, sampler_differs=differs)
-    again = resolve(chosen.chosen(given), loss_scale_len=chosen.loss_scale_len)
+    again = resolve(chosen.to_plain_values(given), loss_scale_len=chosen.loss_scale_len)
     assert again == chosen
 
 
@@ -283,7 +283,7 @@ def test_a_train_step_steers_the_next_one_and_a_resumed_run_goes_on(rollout_batc
     batch."""
     options = {"algo": "reinforce_pp", "kl_ctl": 0.1, "kl_target": 0.01, "kl_horizon": 100.0}
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
-    tokens = PredictedTokens.of(sample)
+    tokens = PredictedTokens.from_sample(sample)
     mask = tokens.mask & (torch.tensor(OUTCOME)[tokens.sequence] == 0)
     apart = float((sample["packed_logprobs"] - sample["packed_ref_logprobs"])[mask].sum()) / 11
     interface = PolicyGradientInterface(options)

@@ -131,7 +131,7 @@ def test_the_advantage_is_the_share_of_the_reward_and_that_of_the_feedback(
     actor = tiny_actor()
     (sample, _) = told_batch()
     sample = on_policy(actor, sample, tmp_path)
-    tokens = PredictedTokens.of(sample)
+    tokens = PredictedTokens.from_sample(sample)
     gaps = torch.linspace(-14, 14, len(tokens.mask))
     sample = replace_keys(
         sample, shifted={"feedback_logratios": torch.where(tokens.mask, gaps, math.nan)}

@@ -164,7 +164,7 @@ def test_every_token_has_the_advantage_of_the_paper(estimator, discount, omega):
         sample = batch(groups)
         prepared, stats = PolicyGradientInterface(options).prepare(sample)
         expected = by_loop(groups, estimator, discount, omega)
-        tokens = PredictedTokens.of(sample)
+        tokens = PredictedTokens.from_sample(sample)
         turn = predicted(sample, "turn_ids").tolist()
         rollout = sample["rollout_index"].tolist()
         advantages = prepared["advantages"].tolist()

@@ -46,7 +46,7 @@ from realhf.backends.embedded.kv_cache import RowCache
 from realhf.backends.embedded.sampling import seed_stream, uniform_at
 from realhf.backends.embedded.weight_copy import copy_weights
 from realhf.backends.training.torch_engine import TorchEngine
-from realhf.transport.weights import layout, pack
+from realhf.transport.weights import compute_layout, pack
 
 
 def test_numbers_are_uniform_and_independent_across_neighbouring_seeds_and_positions() -> None:
@@ -149,7 +149,7 @@ def test_persistent_buffers_travel_with_the_parameters(tiny_model: Any) -> None:
         engine.model.model.embed_tokens.weight.add_(1.0)
     weights = engine.weights()
     assert "lm_head.weight" not in weights, "what is tied travels once"
-    slots, size = layout(weights)
+    slots, size = compute_layout(weights)
     pack(weights, slots, np.zeros(size, dtype=np.uint8))
     copy_weights(other, weights)
     for name, tensor in engine.model.state_dict().items():

@@ -92,13 +92,13 @@ def test_a_folder_that_cannot_be_read_so_is_loaded_whole_and_that_is_said(
 
     refused(
         {"model.layers.1.mlp.up_proj.weight": None},
-        "it holds no tensor model.layers.1.mlp.up_proj.weight",
+        "it has no tensor model.layers.1.mlp.up_proj.weight",
     )
     refused(
         {"model.norm.weight": torch.ones(31)},
         "model.norm.weight has the shape (31,), in the model (32,)",
     )
-    refused({"lm_head.weight": None}, "it holds no tensor lm_head.weight")
+    refused({"lm_head.weight": None}, "it has no tensor lm_head.weight")
     assert without_memory(folder, with_head=False) is not None, "a value head needs none"
     (folder / "model.safetensors").write_bytes(b"no such file")
     assert without_memory(folder) is None

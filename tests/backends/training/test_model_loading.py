@@ -148,7 +148,9 @@ def test_a_mixture_of_experts_is_loaded_for_training_only_where_it_was_accepted(
     ):
         pass
     served = replace(spec, experts=True, engine=EngineConfig(name="vllm"))
-    with pytest.raises(ModelLoadError, match="vLLM takes no new weights of its 4 experts"):
+    with pytest.raises(
+        ModelLoadError, match="vLLM cannot be updated with the weights of its 4 experts"
+    ):
         make_streaming_generator(served, AsyncConfig(), **options).__enter__()
     assert (
         load_causal_lm(str(tmp_path), "actor", torch.float32, experts=True).config.num_experts == 4

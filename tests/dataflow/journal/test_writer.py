@@ -248,7 +248,7 @@ def test_a_flipped_bit_is_damage_wherever_records_follow_it(tmp_path: Path) -> N
             continue
         journal, records = Journal.open(damaged, warn=told.append)
         journal.close()
-        assert records == STORY[:5] and len(told) == 1 and "are no whole record" in told[0]
+        assert records == STORY[:5] and len(told) == 1 and "are an incomplete record" in told[0]
         (kept,) = [path for path in damaged.iterdir() if ".cut-" in path.name]
         assert (damaged / written.name).read_bytes() + kept.read_bytes() == before[written.name]
 

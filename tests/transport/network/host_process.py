@@ -19,7 +19,7 @@ from realhf.transport.tensor_store import TensorStore
 def serve() -> None:
     """Register with the master and serve until it says bye."""
     master, bind, key_file, name = sys.argv[1:]
-    network = Network.of_worker(NetworkConfig(bind), RunKeys.read(Path(key_file)), master)
+    network = Network.for_worker(NetworkConfig(bind), RunKeys.read(Path(key_file)), master)
     plane = DataPlane(name, "run", TensorStore(name), network=network)
     plane.start()
     service = ServiceServer(

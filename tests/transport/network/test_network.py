@@ -14,10 +14,10 @@ from realhf.transport.network import (
     LOOPBACK,
     Network,
     RunKeys,
-    address_towards,
-    host_of,
-    on_loopback,
-    own_addresses,
+    find_route_address,
+    is_loopback_endpoint,
+    list_own_addresses,
+    parse_host,
 )
 from realhf.transport.rpc_master import RpcMaster
 
@@ -36,8 +36,8 @@ def router():
 
 def test_without_bind_everything_is_on_the_loopback_and_plain(router):
     for network in (
-        Network.of_master(NetworkConfig(), None),
-        Network.of_worker(NetworkConfig(), None, "tcp://127.0.0.1:1"),
+        Network.for_master(NetworkConfig(), None),
+        Network.for_worker(NetworkConfig(), None, "tcp://127.0.0.1:1"),
     ):
         assert network == LOOPBACK
     assert LOOPBACK.listen(router).startswith("tcp://127.0.0.1:")
@@ -77,7 +77,7 @@ def test_with_keys_an_endpoint_is_a_host_and_a_port(router, endpoint):
 
 
 def test_the_master_is_known_by_what_is_advertised(router):
-    network = Network.of_master(NetworkConfig("0.0.0.0", "host.example"), KEYS)
+    network = Network.for_master(NetworkConfig("0.0.0.0", "host.example"), KEYS)
     assert network.host != "127.0.0.1"
     assert network.listen(router).startswith("tcp://host.example:")
     assert router.getsockopt_string(zmq.LAST_ENDPOINT).startswith("tcp://0.0.0.0:")
@@ -87,21 +87,21 @@ def test_the_master_is_known_by_what_is_advertised(router):
 
 def test_a_worker_listens_where_it_reaches_the_master():
     assert (
-        Network.of_worker(NetworkConfig("10.0.0.1"), KEYS, "tcp://127.0.0.1:1").host == "127.0.0.1"
+        Network.for_worker(NetworkConfig("10.0.0.1"), KEYS, "tcp://127.0.0.1:1").host == "127.0.0.1"
     )
-    for own in own_addresses():
-        there = Network.of_worker(NetworkConfig(own), KEYS, f"tcp://{own}:1")
-        assert (there.host, there.advertised) == (own, own) == (address_towards(own), own)
-        everywhere = Network.of_worker(NetworkConfig("0.0.0.0", own), KEYS, f"tcp://{own}:1")
+    for own in list_own_addresses():
+        there = Network.for_worker(NetworkConfig(own), KEYS, f"tcp://{own}:1")
+        assert (there.host, there.advertised) == (own, own) == (find_route_address(own), own)
+        everywhere = Network.for_worker(NetworkConfig("0.0.0.0", own), KEYS, f"tcp://{own}:1")
         assert (everywhere.host, everywhere.advertised) == ("0.0.0.0", own)
 
 
 def test_host_names_are_resolved_and_unknown_ones_are_named():
-    assert Network.of_master(NetworkConfig("localhost"), KEYS).host == "127.0.0.1"
+    assert Network.for_master(NetworkConfig("localhost"), KEYS).host == "127.0.0.1"
     with pytest.raises(NetworkError, match=r"network\.bind=a\.invalid: no IPv4 address"):
-        Network.of_master(NetworkConfig("a.invalid"), KEYS)
+        Network.for_master(NetworkConfig("a.invalid"), KEYS)
     with pytest.raises(NetworkError, match="no IPv4 address"):
-        Network.of_master(NetworkConfig("a" * 70), KEYS)
+        Network.for_master(NetworkConfig("a" * 70), KEYS)
 
 
 def test_a_name_that_means_the_loopback_here_is_named(monkeypatch):
@@ -109,7 +109,7 @@ def test_a_name_that_means_the_loopback_here_is_named(monkeypatch):
     would reach it."""
     monkeypatch.setattr("realhf.transport.network.resolve_host", lambda name, option: "127.0.1.1")
     with pytest.raises(NetworkError, match=r"network\.bind=myhost: .* loopback \(127\.0\.1\.1\)"):
-        Network.of_master(NetworkConfig("myhost"), KEYS)
+        Network.for_master(NetworkConfig("myhost"), KEYS)
 
 
 def test_an_address_that_is_not_of_this_host_is_named(router):
@@ -145,10 +145,12 @@ def test_a_socket_without_a_doorkeeper_takes_nobody(router):
 
 
 def test_only_what_is_loopback_by_itself_counts():
-    assert all(map(on_loopback, ("tcp://127.0.0.1:1", "tcp://127.3.2.1:1", "tcp://localhost:1")))
+    assert all(
+        map(is_loopback_endpoint, ("tcp://127.0.0.1:1", "tcp://127.3.2.1:1", "tcp://localhost:1"))
+    )
     assert not any(
         map(
-            on_loopback,
+            is_loopback_endpoint,
             ("tcp://10.0.0.1:1", "tcp://loopback.example:1", "tcp://*:1", "udp://127.0.0.1:1"),
         )
     )
@@ -159,15 +161,13 @@ def test_ipv6_is_refused_by_name(endpoint):
     with pytest.raises(
         NetworkError, match=r"not an address of the form tcp://HOST:PORT; IPv6 is not supported"
     ):
-        host_of(endpoint)
-    assert not on_loopback(endpoint)
+        parse_host(endpoint)
+    assert not is_loopback_endpoint(endpoint)
 
 
 def test_a_token_stands_before_the_host_where_there_are_keys():
-    assert LOOPBACK.with_token("http://127.0.0.1:1") == "http://127.0.0.1:1"
-    assert (
-        Network(keys=KEYS).with_token("http://127.0.0.1:1") == f"http://:{KEYS.token}@127.0.0.1:1"
-    )
+    assert LOOPBACK.add_token("http://127.0.0.1:1") == "http://127.0.0.1:1"
+    assert Network(keys=KEYS).add_token("http://127.0.0.1:1") == f"http://:{KEYS.token}@127.0.0.1:1"
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ async def test_other_versions_are_refused_with_both_names(monkeypatch):
     master = RpcMaster("run")
     await master.start()
     monkeypatch.setattr(
-        "realhf.transport.rpc_worker.own_versions",
+        "realhf.transport.rpc_worker.collect_versions",
         lambda: {"realhf": "9.9", "Python": "3.10", "protocol": "1"},
     )
     with pytest.raises(

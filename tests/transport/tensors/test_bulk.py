@@ -128,7 +128,7 @@ def test_a_piece_is_readable_on_the_way_on_a_trusted_network_only(trusted):
         assert tap.connections == 1, "a connection serves for several pieces"
         assert (bytes(range(256)) in tap.answered) is trusted
         assert (owner.number in tap.asked) is trusted
-        assert owner.server.refused == 0
+        assert owner.server.n_refused == 0
     finally:
         lane.close()
         tap.close()
@@ -148,7 +148,7 @@ def test_what_was_heard_on_the_way_opens_nothing_when_it_is_sent_again(owner):
             while data := replay.recv(65536):
                 heard += data
     assert len(heard) < 10_000
-    until(lambda: owner.server.refused == 1)
+    until(lambda: owner.server.n_refused == 1)
 
 
 @pytest.mark.parametrize("end", ["who connects", "who listens"])
@@ -162,7 +162,7 @@ def test_the_certificate_of_another_run_is_refused_at_both_ends(end, trusted):
     try:
         with pytest.raises(PeerLost, match=f"{HOST}:{owner.server.port} .*certificate of this run"):
             got(owner.lane(tls=others if end == "who connects" else None), owner.number)
-        until(lambda: owner.server.refused == 1)
+        until(lambda: owner.server.n_refused == 1)
     finally:
         owner.server.close()
 
@@ -179,7 +179,7 @@ def test_a_stranger_without_tls_is_sent_away(owner, greeting):
         stranger.shutdown(socket.SHUT_WR)
         while stranger.recv(4096):
             pass
-    until(lambda: owner.server.refused == 1)
+    until(lambda: owner.server.n_refused == 1)
     assert got(owner.lane(), owner.number) == FRAME
 
 

@@ -325,7 +325,7 @@ def test_fetched_weights_come_in_pieces_over_the_bulk_lanes_with_the_keys_of_the
             receive(manifest, 30.0, network=network)
     finally:
         publisher.close()
-    with pytest.raises(WeightsGone, match=r"nobody serves it at 127\.0\.0\.1:"):
+    with pytest.raises(WeightsGone, match=r"no process serves it at 127\.0\.0\.1:"):
         receive(manifest, 30.0, network=network)
 
 
