@@ -44,7 +44,7 @@ from realhf.api.generation import StreamingGenerator
 from realhf.api.model import GenOutput, GenRequest
 from realhf.backends.builtin_policy import build_model, train_tokenizer
 from realhf.backends.embedded.continuous_batching import ContinuousGenerator
-from realhf.backends.embedded.decode_core import DecodeCore, Turn
+from realhf.backends.embedded.decode_core import DecodeCore, DecodeTurn
 from realhf.backends.training.tokenizer_loading import load_tokenizer
 from realhf.backends.training.torch_backend import load_causal_lm
 
@@ -264,7 +264,7 @@ def decode_seconds(model: Any, concurrent: int, repeats: int) -> float:
     each; the best of 8 steps per repeat."""
     core = DecodeCore(model)
     turns = [
-        Turn(GenRequest(i, episode.prompt), GenConfig(), frozenset(), 1 << 8, i)
+        DecodeTurn(GenRequest(i, episode.prompt), GenConfig(), frozenset(), 1 << 8, i)
         for i, episode in enumerate(episodes(concurrent, 7, model.config.vocab_size))
     ]
     core.join(turns)

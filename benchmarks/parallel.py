@@ -28,7 +28,7 @@ from realhf.api.model import CallContext, Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.compute_threads import threads
 from realhf.backends.parallel.ddp import DdpEngine
-from realhf.backends.parallel.process_groups import GroupRanks, RendezvousStore, World
+from realhf.backends.parallel.process_groups import GroupRanks, RendezvousStore, TorchWorld
 from realhf.backends.training.torch_engine import TorchEngine
 
 JOIN_S = 120.0
@@ -85,7 +85,7 @@ def serve(
     model = load(options.model)
     settings: dict[str, Any] = {"optimizer": OptimizerConfig(lr=1e-4), "total_train_steps": 1000}
     if size > 1:
-        world = World(address, rank, range(size), join_s=JOIN_S, timeout_s=STEP_S)
+        world = TorchWorld(address, rank, range(size), join_s=JOIN_S, timeout_s=STEP_S)
         world.create_groups([range(size)])
         ranks = GroupRanks(world, range(size), sharded=False, device=torch.device("cpu"))
         engine: TorchEngine = DdpEngine(model, None, ranks=ranks, role="actor", **settings)

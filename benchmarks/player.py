@@ -31,12 +31,12 @@ from realhf.api.model import GenOutput, GenRequest
 from realhf.backends.builtin_policy import build_builtin_policy
 from realhf.env.loader.load import build_environment
 from realhf.rollout.blocking_player import BlockingPlayer
-from realhf.rollout.episode import EpisodeRequest, Limits
-from realhf.rollout.player import PlayedEpisodes, Player, TurnAgent
+from realhf.rollout.episode import EpisodeLimits, EpisodeRequest
+from realhf.rollout.player import EpisodePlayer, PlayedEpisodes, TurnAgent
 
 LEAST = 1500.0
 """Goal, in episodes per second."""
-LIMITS = Limits(max_turns=4, max_total_tokens=2048, turn_tokens=128)
+LIMITS = EpisodeLimits(max_turns=4, max_total_tokens=2048, turn_tokens=128)
 CALL = '<tool_call>{"name": "add", "arguments": {"number": 1}}</tool_call>'
 
 
@@ -100,9 +100,9 @@ def episodes(count: int) -> list[EpisodeRequest]:
     return [EpisodeRequest(n, Task(f"t-{n}", seed=n), n) for n in range(count)]
 
 
-def player(spec: EnvironmentSpec, chat: TemplateChat, slots: int) -> Player:
+def player(spec: EnvironmentSpec, chat: TemplateChat, slots: int) -> EpisodePlayer:
     """Return a player of the environment."""
-    return Player(spec, "", TurnAgent(chat, LIMITS, spec.system_prompt), slots)
+    return EpisodePlayer(spec, "", TurnAgent(chat, LIMITS, spec.system_prompt), slots)
 
 
 def in_lockstep(spec: EnvironmentSpec, chat: TemplateChat, slots: int, count: int) -> float:

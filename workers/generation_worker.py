@@ -42,7 +42,7 @@ from realhf.rollout.generation_client import build_answer, build_request
 from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.roster import WorkerInfo
 from realhf.transport.rpc_worker import RpcWorker
-from realhf.transport.service import Request, ServiceServer
+from realhf.transport.service import ServiceRequest, ServiceServer
 from realhf.transport.sockets import raise_descriptor_limit
 from realhf.transport.weights import receive
 from workers.worker_main import network_of, run_planned
@@ -265,7 +265,7 @@ class GenerationWorker:
         self._death_reason = reason
         self._rpc.stop()
 
-    def _on_request(self, request: Request) -> None:
+    def _on_request(self, request: ServiceRequest) -> None:
         if request.method == GENERATE.name:
             message = GENERATE.unpack(request.payload)
             slot = self._slots.assign(request.client, message.slot)

@@ -62,7 +62,7 @@ from workers.worker_main import network_of, run_planned
 
 if TYPE_CHECKING:
     from realhf.backends.embedded.compute_threads import ComputeThreads
-    from realhf.backends.parallel.process_groups import RendezvousStore, World
+    from realhf.backends.parallel.process_groups import RendezvousStore, TorchWorld
 
 _log = logging.getLogger(__name__)
 HOST_CALLS = (CALL, LOAD, EVALUATE, SAVE, RESTORE, COMMITTED, EXPORT, KEEP_EXPORT, GATHER, HELD)
@@ -85,7 +85,7 @@ class ModelWorker:
         self._plane.start()
         self._host: ModelHost | None = None
         self._meeting: RendezvousStore | None = None
-        self._world: World | None = None
+        self._world: TorchWorld | None = None
         run_dir = plan.spec.run_dir
         rollout = plan.spec.rollout
         self._tracer = open_trace(run_dir, name)
@@ -164,7 +164,7 @@ class ModelWorker:
         Every worker creates every group, including those of roles that only others train, as torch
         requires.
         """
-        from realhf.backends.parallel.process_groups import World, list_groups
+        from realhf.backends.parallel.process_groups import TorchWorld, list_groups
 
         rpc = self._plan.rpc
         spec = self._plan.spec
@@ -172,7 +172,7 @@ class ModelWorker:
         if not is_loopback_host(address.rpartition(":")[0]):
             host = self._network.advertised
             own_address = {"own": host, "interface": find_interface(host)}
-        self._world = World(
+        self._world = TorchWorld(
             address,
             self._index,
             spec.world,

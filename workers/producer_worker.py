@@ -33,9 +33,9 @@ from realhf.env.curriculum import TaskSource
 from realhf.env.loader.load import build_environment
 from realhf.registry import backends
 from realhf.rollout.blocking_player import BlockingPlayer
-from realhf.rollout.episode import EpisodeRequest, Limits
+from realhf.rollout.episode import EpisodeLimits, EpisodeRequest
 from realhf.rollout.interface import ModelEngine
-from realhf.rollout.player import Player, TurnAgent
+from realhf.rollout.player import EpisodePlayer, TurnAgent
 from realhf.scheduler.process import run_guarded
 from realhf.trajectory.client import Pace, StaleEpoch, TrajectoryClient
 from realhf.trajectory.client.encoding import group_of
@@ -71,9 +71,11 @@ class PolicyEpisodes:
             engine.tokenizer, system_prompt=None, template_kwargs=options.chat_template_kwargs
         )
         spec = build_environment("aws", env_options)
-        limits = Limits(options.max_turns, options.max_total_tokens, options.max_new_tokens)
+        limits = EpisodeLimits(options.max_turns, options.max_total_tokens, options.max_new_tokens)
         agent = TurnAgent(self._chat, limits, spec.system_prompt)
-        player = Player(spec, options.env_url, agent, options.sessions, retries=1, patience_s=60.0)
+        player = EpisodePlayer(
+            spec, options.env_url, agent, options.sessions, retries=1, patience_s=60.0
+        )
         self._player = BlockingPlayer(player)
         self._rounds = 0
 

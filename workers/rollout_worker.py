@@ -31,7 +31,7 @@ from realhf.monitor.trace import open_trace
 from realhf.rollout.feedback import Feedback
 from realhf.rollout.generation_client import ConstrainedTokens, GenerationClient
 from realhf.rollout.group_player import GroupPlayer, TokenTexts, failure_policy
-from realhf.rollout.player import Player, make_agent
+from realhf.rollout.player import EpisodePlayer, make_agent
 from realhf.rollout.rollout_loop import RolloutLoop, SampleEncoder
 from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.push_stream import StreamProducer
@@ -196,7 +196,7 @@ class RolloutWorker:
         self._env_urls = tuple(env_urls) if environment.launch is not None else ()
         return [
             GroupPlayer(
-                Player(
+                EpisodePlayer(
                     environment,
                     lambda number=number: self._env_address(number),
                     agent,

@@ -25,7 +25,7 @@ import psutil
 
 from realhf.api.config import BuiltinModelConfig
 from realhf.backends.builtin_policy import build_builtin_policy
-from realhf.dataflow.journal.audit import Tally, audit_folder
+from realhf.dataflow.journal.audit import JournalTally, audit_folder
 from realhf.dataflow.journal.journal import ARCHIVE, JournalError
 from realhf.monitor.run_files import deaths
 
@@ -151,7 +151,7 @@ class Verdict:
     """Result of a run. ``problems`` is empty if the run is correct. ``stop_s``: for each of
     ``LAUNCHER`` and ``CTRL_C``, the seconds from each stop until all processes had ended."""
 
-    tally: Tally | None
+    tally: JournalTally | None
     kills: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     stop_s: dict[str, list[float]] = field(default_factory=dict)
@@ -540,7 +540,7 @@ def _kill_when_there(run: KilledRun, kind: str, choice: random.Random, timeout_s
         time.sleep(0.05)
 
 
-def _faults(tally: Tally, samples: int) -> list[str]:
+def _faults(tally: JournalTally, samples: int) -> list[str]:
     expected = {
         "lost": 0,
         "twice": 0,

@@ -265,7 +265,7 @@ CORRECTIONS: Mapping[str, Preset] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Table:
+class PresetTable:
     """Section of docs/algorithms.md with a table of the values of an option."""
 
     title: str
@@ -376,7 +376,7 @@ LOSSES: Mapping[str, Sequence[str]] = MappingProxyType(
 """Formula, source and use of every registered policy loss."""
 
 TABLES = (
-    Table(
+    PresetTable(
         "Presets",
         "ppo.algo",
         "A preset sets options of the section `ppo`, each of which can be overridden. R is the "
@@ -396,7 +396,7 @@ TABLES = (
             for name, row in PRESETS.items()
         },
     ),
-    Table(
+    PresetTable(
         "Advantage estimators",
         "ppo.adv_estimator",
         "The advantage of a rollout from its reward. A preset sets one; any of them can be "
@@ -408,14 +408,14 @@ TABLES = (
             for name, cells in ESTIMATORS.items()
         },
     ),
-    Table(
+    PresetTable(
         "Policy losses",
         "ppo.loss",
         "Loss of a token with advantage A.",
         ("per token", "source", "use it when", "presets with it"),
         {name: (*cells, _list_presets_with("loss", name)) for name, cells in LOSSES.items()},
     ),
-    Table(
+    PresetTable(
         "Off-policy corrections",
         "ppo.correction",
         "The loss of a token is multiplied by w, without gradient; r is its proximal over its "
@@ -432,14 +432,14 @@ TABLES = (
             for name, row in CORRECTIONS.items()
         },
     ),
-    Table(
+    PresetTable(
         "Aggregations",
         "ppo.loss_agg",
         f"The loss is the sum over tokens of weight times loss. {LETTERS}.",
         ("weight of a token", "source", "effect"),
         {name: (f"`{row.formula}`", row.source, row.when) for name, row in AGGREGATIONS.items()},
     ),
-    Table(
+    PresetTable(
         "Pairs of episodes",
         "experiment",
         "Two rollouts of a group with different rewards form a pair, w the better and l the worse "

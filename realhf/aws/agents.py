@@ -31,8 +31,8 @@ from realhf.aws.tasks.captures import fill_setup, resolve
 from realhf.aws.tasks.loader import instantiate, is_name, load_templates
 from realhf.rollout.episode import (
     ContextFull,
+    EpisodeLimits,
     EpisodeRequest,
-    Limits,
     RecordingEnvironment,
     play_episode,
 )
@@ -275,7 +275,7 @@ class LocalModelAgent:
         """See ``Agent.episode_agent``."""
         return TurnAgent(
             self._chat,
-            Limits(max_turns, self.max_total_tokens, self.gen.max_new_tokens),
+            EpisodeLimits(max_turns, self.max_total_tokens, self.gen.max_new_tokens),
             system_prompt=SYSTEM_PROMPT,
         )
 

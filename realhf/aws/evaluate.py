@@ -50,7 +50,7 @@ from realhf.aws.tasks.task import TIERS, Task, TaskError
 from realhf.base import process_clock
 from realhf.rollout.blocking_player import BlockingPlayer
 from realhf.rollout.episode import EpisodeRequest, RecordingEnvironment
-from realhf.rollout.player import EpisodeAgent, Player
+from realhf.rollout.player import EpisodeAgent, EpisodePlayer
 
 DRIFT = "drift"
 OVERALL = "overall"
@@ -118,7 +118,7 @@ def play_tasks(
         pool, max_steps=max_turns, observation_chars=observation_chars, show_ids=show_ids
     ) as spec:
         player = BlockingPlayer(
-            Player(spec, "", recorder, size, message_timeout_s=MESSAGE_TIMEOUT_S)
+            EpisodePlayer(spec, "", recorder, size, message_timeout_s=MESSAGE_TIMEOUT_S)
         )
         try:
             player.play(

@@ -64,7 +64,7 @@ class EndOfData(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class Sample:
+class BufferedSample:
     """One resident sample."""
 
     id: str
@@ -95,7 +95,7 @@ class BatchLease:
     """Name of the call."""
     inputs: tuple[str, ...]
     """Input keys of the call."""
-    samples: list[Sample] = field(repr=False)
+    samples: list[BufferedSample] = field(repr=False)
     """The leased samples."""
     metadata: dict[str, list[Any]] = field(init=False, repr=False)
     """Metadata columns that all the samples have."""
@@ -103,7 +103,7 @@ class BatchLease:
     def __post_init__(self) -> None:
         self.replace_samples(self.samples)
 
-    def replace_samples(self, samples: list[Sample]) -> None:
+    def replace_samples(self, samples: list[BufferedSample]) -> None:
         """Change the leased samples and refresh the metadata."""
         self.samples = samples
         self.metadata = {}
@@ -158,7 +158,9 @@ class CallState:
     """Input keys of the call."""
     bits: int
     """The input keys, one bit for each key, as in ``Sample.bits``."""
-    queues: defaultdict[int, deque[Sample]] = field(default_factory=lambda: defaultdict(deque))
+    queues: defaultdict[int, deque[BufferedSample]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
     """Samples that are ready for the call, in the order of births, by step batch."""
     not_issued: Counter[int] = field(default_factory=Counter)
     """Number of samples that the call has neither leased nor completed, ready or not, by step
@@ -182,14 +184,14 @@ class AsyncIOSequenceBuffer:
         graph: DataFlowGraph,
         *,
         max_size: int,
-        on_retire: Callable[[Sequence[Sample]], None] = lambda samples: None,
+        on_retire: Callable[[Sequence[BufferedSample]], None] = lambda samples: None,
     ) -> None:
         if max_size < graph.n_seqs:
             raise ValueError(f"max_size={max_size} cannot hold a step: needs {graph.n_seqs}")
         self.graph = graph
         self.max_size = max_size
         self._on_retire = on_retire
-        self.samples: dict[str, Sample] = {}
+        self.samples: dict[str, BufferedSample] = {}
         self._bits: dict[str, int] = {}
         """One bit for each key, assigned when the key is first seen."""
         inputs = {mfc.name: tuple(graph.inputs(mfc.name)) for mfc in graph.mfcs}
@@ -262,7 +264,7 @@ class AsyncIOSequenceBuffer:
         now = time.monotonic()
         first = self.put_total
         samples = [
-            Sample(sample_id, first + i, step_batch, now, len(self.calls))
+            BufferedSample(sample_id, first + i, step_batch, now, len(self.calls))
             for i, sample_id in enumerate(meta.ids)
         ]
         self.put_total += len(samples)
@@ -272,7 +274,7 @@ class AsyncIOSequenceBuffer:
         self._add_keys(samples, meta, self.calls)
 
     def _add_keys(
-        self, samples: Sequence[Sample], meta: SequenceSample, readers: Iterable[str]
+        self, samples: Sequence[BufferedSample], meta: SequenceSample, readers: Iterable[str]
     ) -> None:
         """Add the keys and metadata of ``meta`` to the samples, row by row, and serve the calls
         ``readers`` with those that have become ready."""
@@ -299,7 +301,7 @@ class AsyncIOSequenceBuffer:
         return sum(self._bits.setdefault(key, 1 << len(self._bits)) for key in keys)
 
     @staticmethod
-    def _make_ready(call: CallState, samples: Sequence[Sample]) -> None:
+    def _make_ready(call: CallState, samples: Sequence[BufferedSample]) -> None:
         """Queue samples of one step batch, in the order of births, for a call. Sorts the queue only
         if needed."""
         if not samples:
@@ -381,7 +383,7 @@ class AsyncIOSequenceBuffer:
 
     def exchange(
         self, lease: BatchLease, replaced: Sequence[str], meta: SequenceSample
-    ) -> list[Sample]:
+    ) -> list[BufferedSample]:
         """Replace samples of a lease: those named ``replaced`` leave the buffer and are returned,
         those of ``meta`` are admitted and leased after the remaining ones.
 
@@ -474,7 +476,7 @@ class AsyncIOSequenceBuffer:
             raise ValueError(f"the lease of {lease.mfc} is not active (completed or released)")
         return self.calls[lease.mfc]
 
-    def _retire(self, samples: Sequence[Sample]) -> None:
+    def _retire(self, samples: Sequence[BufferedSample]) -> None:
         """Remove samples of one step batch that every call has completed."""
         for sample in samples:
             del self.samples[sample.id]

@@ -28,7 +28,7 @@ from realhf.api.graph import DataFlowGraph
 from realhf.api.parallel import Parallel
 from realhf.api.source import ResultSink, SampleResult
 from realhf.base import process_clock
-from realhf.dataflow.buffer import AsyncIOSequenceBuffer, EndOfData, Sample
+from realhf.dataflow.buffer import AsyncIOSequenceBuffer, BufferedSample, EndOfData
 from realhf.dataflow.model_function_call import (
     WAITS,
     CallReport,
@@ -307,7 +307,7 @@ class FunctionExecutor:
 
     # ---- results
 
-    def _on_retire(self, samples: Sequence[Sample]) -> None:
+    def _on_retire(self, samples: Sequence[BufferedSample]) -> None:
         for sample in samples:
             result = SampleResult.of(sample.id, sample.metadata)
             self._retired.setdefault(sample.step_batch, []).append((sample.birth, result))

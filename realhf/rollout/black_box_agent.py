@@ -30,10 +30,16 @@ from realhf.api.generation import TokenSource
 from realhf.api.rollout import AGENT_FAILED, POLICY_FAILED, RolloutOutcome
 from realhf.api.tool_parser import CallProblem, read_json
 from realhf.base.plugin import load_plugin, located
-from realhf.rollout.episode import EpisodeProgress, EpisodeRequest, Limits
-from realhf.rollout.openai_requests import Call, ChatMessage, Message
+from realhf.rollout.episode import EpisodeLimits, EpisodeProgress, EpisodeRequest
+from realhf.rollout.openai_requests import ChatMessage, OpenAiCall, OpenAiMessage
 from realhf.rollout.openai_server import OpenAiServer
-from realhf.rollout.openai_sessions import Ending, Reward, Session, Sessions, read_reward
+from realhf.rollout.openai_sessions import (
+    Ending,
+    OpenAiSession,
+    OpenAiSessions,
+    Reward,
+    read_reward,
+)
 
 _OVER = "error: the episode is over"
 
@@ -69,7 +75,7 @@ class AgentSession:
         self,
         env: Environment,
         progress: EpisodeProgress,
-        endpoint: Session,
+        endpoint: OpenAiSession,
         system_prompt: str = "",
     ) -> None:
         task = progress.request.task
@@ -144,7 +150,7 @@ class AgentSession:
         finally:
             self._running_step = None
 
-    def _find_policy_turn(self, message: Message) -> AssistantMessage:
+    def _find_policy_turn(self, message: OpenAiMessage) -> AssistantMessage:
         """Return the policy's turn that was answered with ``message``, with the call ids that the
         agent knows; for a message of the agent's own, that message."""
         sampled = self._endpoint.ledger.find_turn(message)
@@ -160,10 +166,10 @@ class AgentSession:
         return replace(sampled, tool_calls=tuple(calls))
 
 
-def _parse_message(argument: object) -> Message:
+def _parse_message(argument: object) -> OpenAiMessage:
     """Return an agent's message in the form that the endpoint compares. Raises TypeError."""
     if isinstance(argument, str):
-        return Message("assistant", argument)
+        return OpenAiMessage("assistant", argument)
     dump = getattr(argument, "model_dump", None)
     body = dump() if callable(dump) else argument
     if not isinstance(body, Mapping):
@@ -188,14 +194,14 @@ def _parse_message(argument: object) -> Message:
         raise TypeError(
             f"step takes a message of the chat API: {'.'.join(map(str, where))}: {wrong}"
         ) from None
-    return Message("assistant", message.text(), message.calls())
+    return OpenAiMessage("assistant", message.text(), message.calls())
 
 
 def _drop_none(call: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in call.items() if value is not None}
 
 
-def _parse_call(call: Call) -> ToolCall:
+def _parse_call(call: OpenAiCall) -> ToolCall:
     words = call.arguments.strip() or "{}"
     try:
         value, end = read_json(words, 0)
@@ -255,7 +261,7 @@ class BlackBoxAgent:
         self,
         agent: AgentFunction,
         chat: TemplateChat,
-        limits: Limits,
+        limits: EpisodeLimits,
         system_prompt: str = "",
         *,
         timeout_s: float = 600.0,
@@ -264,7 +270,7 @@ class BlackBoxAgent:
         self._timeout_s = timeout_s
         self._system_prompt = system_prompt
         self._starting = asyncio.Lock()
-        self._server = OpenAiServer(Sessions(chat, limits))
+        self._server = OpenAiServer(OpenAiSessions(chat, limits))
 
     async def close(self) -> None:
         """Stop serving the endpoint."""
@@ -308,7 +314,7 @@ class BlackBoxAgent:
         )
 
     async def _run_agent(
-        self, agent_session: AgentSession, progress: EpisodeProgress, session: Session
+        self, agent_session: AgentSession, progress: EpisodeProgress, session: OpenAiSession
     ) -> Ending:
         """Start the episode, call the agent, and return how the episode ended."""
         reward = None

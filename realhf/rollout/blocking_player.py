@@ -29,7 +29,7 @@ from typing import Protocol
 from realhf.api.model import GenOutput, GenRequest
 from realhf.base.loop_thread import LoopThread, shut_down
 from realhf.rollout.episode import EpisodeRequest
-from realhf.rollout.player import PlayedEpisodes, Player
+from realhf.rollout.player import EpisodePlayer, PlayedEpisodes
 
 _CHECK_S = 5.0
 """Interval in seconds at which the generating thread checks the event loop."""
@@ -204,7 +204,7 @@ class BlockingPlayer:
     ``thread`` runs the event loop of the episodes; by default the player starts one of its own.
     """
 
-    def __init__(self, player: Player, thread: LoopThread | None = None) -> None:
+    def __init__(self, player: EpisodePlayer, thread: LoopThread | None = None) -> None:
         self.player = player
         self._thread = thread or LoopThread("episodes", instead="Player")
         self._watch = self._thread.watch()

@@ -35,7 +35,7 @@ from realhf.api.tool_parser import HERMES
 from realhf.base import event_loops
 from realhf.env.loader.load import build_environment
 from realhf.rollout.episode import EpisodeRequest, play_episode
-from realhf.rollout.player import NO_TOKENS, Player
+from realhf.rollout.player import NO_TOKENS, EpisodePlayer
 
 SCRIPT_FAMILY = HERMES
 """Syntax of the calls in the turns of a ``Demonstration``, independent of the model that learns
@@ -141,7 +141,7 @@ async def play_demonstrations(
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task(f"playing demonstrations of {spec.name}", total=len(scripts))
         agent = ScriptAgent(scripts, lambda: progress.advance(bar))
-        player = Player(spec, "", agent, 1, patience_s=0.0)
+        player = EpisodePlayer(spec, "", agent, 1, patience_s=0.0)
         await player.play_and_close(
             [EpisodeRequest(n, script.task) for n, script in enumerate(scripts)], NO_TOKENS
         )

@@ -31,7 +31,7 @@ from realhf.base.text import shorten
 
 
 @dataclass(frozen=True)
-class Limits:
+class EpisodeLimits:
     """Limits of an episode."""
 
     max_turns: int
@@ -239,7 +239,7 @@ class Conversation:
 
     chat: ChatFormat
     """Chat template and parser of the policy."""
-    limits: Limits
+    limits: EpisodeLimits
     """Limits of the episode."""
     source: TokenSource
     """Samples the tokens."""

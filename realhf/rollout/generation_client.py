@@ -36,7 +36,7 @@ _RECONNECT_S = 1.0
 """Seconds after a broken connection until a worker that is still registered is tried again."""
 
 
-class _Worker:
+class _ConnectedWorker:
     """Connection to a generation worker."""
 
     def __init__(self, client: ServiceClient) -> None:
@@ -60,7 +60,7 @@ class GenerationClient:
         self._run_id = run_id
         self._timeout_s = timeout_s
         self._network = network
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, _ConnectedWorker] = {}
         """Connected workers by endpoint."""
         self._registered: dict[str, str] = {}
         """Names of the registered workers by endpoint."""
@@ -192,10 +192,10 @@ class GenerationClient:
             client = ServiceClient(
                 endpoint, self._registered[endpoint], self._name, self._run_id, self._network
             )
-            self._workers[endpoint] = _Worker(client)
+            self._workers[endpoint] = _ConnectedWorker(client)
             self._wake()
 
-    def _drop(self, endpoint: str, worker: _Worker) -> None:
+    def _drop(self, endpoint: str, worker: _ConnectedWorker) -> None:
         """Close a connection, whose requests fail with PeerLost, and reconnect later if the worker
         is still registered.
 

@@ -29,7 +29,7 @@ from realhf.api.trace import NO_RECORDER, PlayedSample, RolloutRecorder
 from realhf.base.dataclass_json import to_json_value
 from realhf.rollout.episode import EpisodeRequest, make_outcome
 from realhf.rollout.generation_client import ConstrainedTokens
-from realhf.rollout.player import Player
+from realhf.rollout.player import EpisodePlayer
 
 
 def sampling_seed(run_seed: int, sample_id: str, member: int) -> int:
@@ -226,7 +226,7 @@ class GroupPlayer:
 
     def __init__(
         self,
-        player: Player,
+        player: EpisodePlayer,
         tokens: TokenSource,
         *,
         group_size: int,

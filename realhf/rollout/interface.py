@@ -19,7 +19,7 @@ from realhf.api.rollout import RolloutOutcome, parse_task
 from realhf.api.sample import SequenceSample
 from realhf.env.loader.load import build_environment
 from realhf.rollout.blocking_player import BlockingPlayer
-from realhf.rollout.episode import EpisodeRequest, Limits
+from realhf.rollout.episode import EpisodeLimits, EpisodeRequest
 from realhf.rollout.feedback import Feedback
 from realhf.rollout.group_player import (
     FailurePolicy,
@@ -31,7 +31,7 @@ from realhf.rollout.group_player import (
     held_out_tasks,
     sampling_seed,
 )
-from realhf.rollout.player import Player, TurnAgent, check_whole_distribution
+from realhf.rollout.player import EpisodePlayer, TurnAgent, check_whole_distribution
 from realhf.rollout.rollout_sample import outcomes_to_sample, transcript
 
 
@@ -238,9 +238,11 @@ class EnvRolloutInterface:
                 tool_parser=model.tool_parser,
             )
             self._texts = TokenTexts(model.tokenizer)
-            limits = Limits(options.max_turns, options.max_total_tokens, options.gen.max_new_tokens)
+            limits = EpisodeLimits(
+                options.max_turns, options.max_total_tokens, options.gen.max_new_tokens
+            )
             self._player = BlockingPlayer(
-                Player(
+                EpisodePlayer(
                     spec,
                     _address(spec, context),
                     TurnAgent(

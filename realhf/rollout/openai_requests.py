@@ -1,7 +1,7 @@
 """Requests for chat completions, as the ``openai`` package sends them: validation and parsing.
 
 A client sends earlier answers back, but not byte for byte: it may write JSON arguments differently,
-and an empty content as null or not at all. ``Message`` objects of such variants are equal; all
+and an empty content as null or not at all. ``OpenAiMessage`` objects of such variants are equal; all
 other differences make them unequal.
 """
 
@@ -25,7 +25,7 @@ _WHOLE_FLOATS = 2.0**53
 
 
 @dataclass(frozen=True)
-class Call:
+class OpenAiCall:
     """One tool call. Calls are equal if the JSON values of their arguments are."""
 
     id: str
@@ -42,14 +42,14 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Message:
+class OpenAiMessage:
     """One message of a conversation."""
 
     role: str
     """Role in the form of chat templates: system, user, assistant or tool."""
     content: str
     """Text of the message."""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[OpenAiCall, ...] = ()
     """Tool calls of an assistant's message."""
     call_id: str = ""
     """For the role ``tool``, the id of the call that it answers."""
@@ -84,7 +84,7 @@ class Tools:
 NO_TOOLS = Tools()
 
 
-def call_body(call: Call) -> dict[str, Any]:
+def call_body(call: OpenAiCall) -> dict[str, Any]:
     """Return a call in the form of the chat API."""
     return {
         "id": call.id,
@@ -93,7 +93,7 @@ def call_body(call: Call) -> dict[str, Any]:
     }
 
 
-def answer(turn: AssistantMessage, prompt: Sequence[int], ids: Sequence[int]) -> Message:
+def answer(turn: AssistantMessage, prompt: Sequence[int], ids: Sequence[int]) -> OpenAiMessage:
     """Return the message that a client gets for a turn sampled as ``ids`` after ``prompt``.
 
     The ids of its calls are a hash of ``prompt`` and ``ids``. Calls that could not be parsed stay
@@ -101,14 +101,14 @@ def answer(turn: AssistantMessage, prompt: Sequence[int], ids: Sequence[int]) ->
     """
     calls = [call for call in turn.tool_calls if not call.problem]
     if not calls:
-        return Message("assistant", turn.text)
+        return OpenAiMessage("assistant", turn.text)
     broken = dict.fromkeys(call.text for call in turn.tool_calls if call.problem)
     digest = hashlib.blake2b(array("q", [len(prompt), *prompt, *ids]).tobytes(), digest_size=16)
-    return Message(
+    return OpenAiMessage(
         "assistant",
         "\n".join(filter(None, [turn.content, *broken])),
         tuple(
-            Call(
+            OpenAiCall(
                 _call_id(digest.digest(), number),
                 call.name,
                 json.dumps(call.arguments, ensure_ascii=False),
@@ -232,10 +232,10 @@ class ChatMessage(BaseModel):
             else "".join(part.text for part in self.content or ())
         )
 
-    def calls(self) -> tuple[Call, ...]:
+    def calls(self) -> tuple[OpenAiCall, ...]:
         """Return the tool calls."""
         return tuple(
-            Call(c.id, c.function.name, c.function.arguments) for c in self.tool_calls or ()
+            OpenAiCall(c.id, c.function.name, c.function.arguments) for c in self.tool_calls or ()
         )
 
 
@@ -247,7 +247,7 @@ class Function(BaseModel):
     parameters: dict[str, Any] | None = None
 
 
-class Tool(BaseModel):
+class OpenAiTool(BaseModel):
     """Description of a tool that the policy may call."""
 
     type: Literal["function"]
@@ -257,7 +257,7 @@ class Tool(BaseModel):
 def _check_tool(schema: dict[str, Any]) -> dict[str, Any]:
     """Validate the schema of a tool and return it unchanged: the policy sees its keys in this
     order."""
-    Tool.model_validate(schema)
+    OpenAiTool.model_validate(schema)
     return schema
 
 
@@ -292,7 +292,7 @@ class ChatRequest(BaseModel):
     functions: list[Any] | None = None
     response_format: dict[str, Any] | None = None
 
-    def conversation(self) -> list[Message]:
+    def conversation(self) -> list[OpenAiMessage]:
         """Return the messages. Raises ApiError for features that the endpoint does not support."""
         self._check_supported()
         tool_of: dict[str, str] = {}
@@ -310,7 +310,9 @@ class ChatRequest(BaseModel):
                 )
             tool_of |= {call.id: call.name for call in calls}
             call_id = message.tool_call_id or ""
-            messages.append(Message(role, message.text(), calls, call_id, tool_of.get(call_id, "")))
+            messages.append(
+                OpenAiMessage(role, message.text(), calls, call_id, tool_of.get(call_id, ""))
+            )
         for problem in message_problems(
             [message.for_template() for message in messages], "messages"
         ):

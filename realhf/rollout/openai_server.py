@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from realhf.api.chat_template import TemplateChat
 from realhf.rollout.openai_requests import ApiError, ChatRequest, call_body
-from realhf.rollout.openai_sessions import OpenTurn, Reward, Session, Sessions
+from realhf.rollout.openai_sessions import OpenAiSession, OpenAiSessions, OpenTurn, Reward
 from realhf.web.connections import guarded_http
 
 MAX_BODY_BYTES = 1 << 20
@@ -155,7 +155,7 @@ class RewardReport(BaseModel):
         return self.rewards or self.reward or 0.0
 
 
-def build_app(sessions: Sessions) -> FastAPI:
+def build_app(sessions: OpenAiSessions) -> FastAPI:
     """Return the application. It must be served on the event loop that ``sessions`` are used on."""
     app = FastAPI(title="realhf policy", openapi_url=None)
     app.add_middleware(_BodyLimit)
@@ -277,7 +277,7 @@ class _Server(uvicorn.Server):
 class OpenAiServer:
     """HTTP server for ``sessions``. ``url`` is its address once started."""
 
-    def __init__(self, sessions: Sessions) -> None:
+    def __init__(self, sessions: OpenAiSessions) -> None:
         self.sessions = sessions
         self.url = ""
         self._server = _Server(
@@ -294,7 +294,7 @@ class OpenAiServer:
         )
         self._serving: asyncio.Task[None] | None = None
 
-    def base_url(self, session: Session) -> str:
+    def base_url(self, session: OpenAiSession) -> str:
         """Return the base URL of a session, for the agent's client."""
         return f"{self.url}/sessions/{session.key}/v1"
 

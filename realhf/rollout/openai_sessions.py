@@ -30,8 +30,8 @@ from realhf.api.rollout import (
     PlayedTurn,
     RolloutOutcome,
 )
-from realhf.rollout.episode import Limits, TokenBuffer, make_outcome, state_number
-from realhf.rollout.openai_requests import NO_TOOLS, ApiError, Message, Tools, answer
+from realhf.rollout.episode import EpisodeLimits, TokenBuffer, make_outcome, state_number
+from realhf.rollout.openai_requests import NO_TOOLS, ApiError, OpenAiMessage, Tools, answer
 
 _SLOT_STRIDE = 1 << 40
 """Difference of the cache slots of consecutive conversations of a session; more than there are
@@ -68,7 +68,7 @@ class Branch:
     """Its tokens."""
     tools: str
     """``Tools.key`` of its tools."""
-    messages: list[Message] = field(default_factory=list)
+    messages: list[OpenAiMessage] = field(default_factory=list)
     """The messages that ``tokens`` encodes."""
     marks: list[Mark] = field(default_factory=list)
     """The ends of the policy's turns."""
@@ -120,7 +120,7 @@ class OpenTurn:
 
     branch: Branch
     """The conversation that it continues."""
-    messages: list[Message]
+    messages: list[OpenAiMessage]
     """Messages that the branch does not have yet."""
     between: list[int]
     """Ids between those of the branch and the turn."""
@@ -130,7 +130,7 @@ class OpenTurn:
     """Outputs of the engine so far."""
     parsed: AssistantMessage = field(default_factory=lambda: AssistantMessage(""))
     """The parsed turn, once it is complete."""
-    answer: Message = field(default_factory=lambda: Message("assistant", ""))
+    answer: OpenAiMessage = field(default_factory=lambda: OpenAiMessage("assistant", ""))
     """The message that the agent gets, once the turn is complete."""
     reply: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     """Id of the completion."""
@@ -172,7 +172,9 @@ class TokenLedger:
     session.
     """
 
-    def __init__(self, chat: TemplateChat, limits: Limits, *, slot: int, seed: int | None) -> None:
+    def __init__(
+        self, chat: TemplateChat, limits: EpisodeLimits, *, slot: int, seed: int | None
+    ) -> None:
         self.branches: list[Branch] = []
         self.slots: list[int] = []
         """Cache slots of all conversations, including those without a kept turn."""
@@ -188,7 +190,7 @@ class TokenLedger:
         self._first_slot = slot
         self._seed = seed
 
-    def begin(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> OpenTurn:
+    def begin(self, messages: Sequence[OpenAiMessage], tools: Tools = NO_TOOLS) -> OpenTurn:
         """Start the turn that follows ``messages``.
 
         Raises ApiError beyond a limit, and if the model's chat template cannot render the messages.
@@ -249,7 +251,7 @@ class TokenLedger:
             return False
         ids = turn.ids
         turn.parsed = self._chat.parse(ids, turn.tools.schemas)
-        turn.answer = Message("assistant", turn.text)
+        turn.answer = OpenAiMessage("assistant", turn.text)
         if turn.tools.read_calls:
             turn.answer = answer(turn.parsed, turn.prompt, ids)
         return True
@@ -277,7 +279,7 @@ class TokenLedger:
         turn.branch.busy = False
         self._n_running -= 1
 
-    def find_turn(self, message: Message) -> AssistantMessage | None:
+    def find_turn(self, message: OpenAiMessage) -> AssistantMessage | None:
         """Return the latest turn of the policy that was answered with ``message``; None if there is
         none."""
         for branch in reversed(self.branches):
@@ -291,7 +293,7 @@ class TokenLedger:
         the latest first."""
         return sorted(reversed(self.branches), key=lambda branch: -branch.sampled)
 
-    def _open_turn(self, messages: Sequence[Message], tools: Tools) -> OpenTurn:
+    def _open_turn(self, messages: Sequence[OpenAiMessage], tools: Tools) -> OpenTurn:
         """Return the turn after ``messages``: in a conversation that they continue, in a branch, or
         in a new one."""
         key = tools.key
@@ -312,7 +314,7 @@ class TokenLedger:
         )
 
     def _find_continuation(
-        self, messages: Sequence[Message], tools: str
+        self, messages: Sequence[OpenAiMessage], tools: str
     ) -> tuple[Branch | None, Mark | None]:
         """Return the conversation and the policy turn in it that ``messages`` continue, or (None,
         None).
@@ -359,7 +361,7 @@ class TokenLedger:
         return ApiError(400, code, message)
 
 
-def _to_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _to_dicts(messages: Sequence[OpenAiMessage]) -> list[dict[str, Any]]:
     return [message.for_template() for message in messages]
 
 
@@ -393,7 +395,7 @@ class Ending:
     """Text of the task."""
 
 
-class Session:
+class OpenAiSession:
     """One agent's session: sampling of turns, and the reported reward. Use it on one event loop."""
 
     def __init__(self, key: str, ledger: TokenLedger, llm: TokenSource) -> None:
@@ -408,7 +410,7 @@ class Session:
         self._llm = llm
         self._running: set[asyncio.Task[None]] = set()
 
-    async def sample(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> OpenTurn:
+    async def sample(self, messages: Sequence[OpenAiMessage], tools: Tools = NO_TOOLS) -> OpenTurn:
         """Sample the policy's next turn, which the caller must ``keep`` or ``discard``. Raises
         ApiError."""
         if self.ended.is_set():
@@ -556,17 +558,17 @@ class Session:
             pass
 
 
-class Sessions:
+class OpenAiSessions:
     """The open sessions of one endpoint."""
 
-    def __init__(self, chat: TemplateChat, limits: Limits) -> None:
+    def __init__(self, chat: TemplateChat, limits: EpisodeLimits) -> None:
         self.chat = chat
         self._limits = limits
-        self._open: dict[str, Session] = {}
+        self._open: dict[str, OpenAiSession] = {}
 
     def open(
         self, llm: TokenSource, *, slot: int, seed: int | None = None, max_turns: int = 0
-    ) -> Session:
+    ) -> OpenAiSession:
         """Open a session with tokens from ``llm`` and at most ``max_turns`` turns (0: as the limits
         say).
 
@@ -578,18 +580,18 @@ class Sessions:
             self._limits, max_turns=min(self._limits.max_turns, max_turns or self._limits.max_turns)
         )
         ledger = TokenLedger(self.chat, limits, slot=slot, seed=seed)
-        session = Session(secrets.token_urlsafe(24), ledger, llm)
+        session = OpenAiSession(secrets.token_urlsafe(24), ledger, llm)
         self._open[session.key] = session
         return session
 
-    def find(self, key: str) -> Session:
+    def find(self, key: str) -> OpenAiSession:
         """Return the open session with this id. Raises ApiError if there is none."""
         session = self._open.get(key)
         if session is None:
             raise ApiError(404, "no_such_session", "there is no such session")
         return session
 
-    def close(self, session: Session) -> None:
+    def close(self, session: OpenAiSession) -> None:
         """Close a session. Idempotent."""
         if self._open.pop(session.key, None) is not None and not session.ended.is_set():
             session.end()

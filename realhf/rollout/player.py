@@ -37,8 +37,8 @@ from realhf.base import process_clock
 from realhf.env.loader.validation import replace_surrogates
 from realhf.rollout.episode import (
     Conversation,
+    EpisodeLimits,
     EpisodeRequest,
-    Limits,
     TruncatingConversation,
     play_episode,
 )
@@ -369,7 +369,12 @@ class TurnAgent:
     """
 
     def __init__(
-        self, chat: ChatFormat, limits: Limits, system_prompt: str, *, keep_reasoning: bool = True
+        self,
+        chat: ChatFormat,
+        limits: EpisodeLimits,
+        system_prompt: str,
+        *,
+        keep_reasoning: bool = True,
     ) -> None:
         self._chat = chat
         self._limits = limits
@@ -438,7 +443,7 @@ class PlayedEpisodes:
     """Repairs by kind: ``resumed``, or the status of an episode that was played again."""
 
 
-class Player:
+class EpisodePlayer:
     """Player of episodes of one environment on ``size`` slots. Use it on one event loop, one
     ``play`` at a time.
 
@@ -593,7 +598,9 @@ def make_agent(
     take these options.
     """
     check_whole_distribution(episodes.gen)
-    limits = Limits(episodes.max_turns, episodes.max_total_tokens, episodes.gen.max_new_tokens)
+    limits = EpisodeLimits(
+        episodes.max_turns, episodes.max_total_tokens, episodes.gen.max_new_tokens
+    )
     if not name and options:
         raise ValueError(
             f"the built-in agent has no options of its own: {', '.join(options)} would do nothing"

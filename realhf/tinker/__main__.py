@@ -47,12 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def serve(options: ServerOptions) -> int:
     """Load the model, then listen until a signal, or until the server cannot go on."""
     from realhf.tinker.routes import build_app
-    from realhf.tinker.service import Service
+    from realhf.tinker.service import TrainingService
 
     if warning := plaintext_warning(options.host, options.tls_cert, options.tls_names):
         _log.warning(warning)
     listener = socket.create_server((options.host, options.port))
-    service = Service(options)
+    service = TrainingService(options)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

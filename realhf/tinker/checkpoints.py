@@ -11,17 +11,17 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from realhf.tinker.store import CheckpointRow, Store
+from realhf.tinker.store import CheckpointRow, TrainingStore
 from realhf.web.refusal import Refusal
 
 KINDS = {"training": "weights", "sampler": "sampler_weights", "external": "external_weights"}
 """The kinds of checkpoints, and the path component of each in the client's ``tinker://`` paths."""
 
 
-class CheckpointStore:
+class ServerCheckpoints:
     """The checkpoints below the folder ``root``."""
 
-    def __init__(self, store: Store, root: Path) -> None:
+    def __init__(self, store: TrainingStore, root: Path) -> None:
         self._store = store
         self._root = root
         self._secret = store.get_or_set("secret", secrets.token_hex(32)).encode()

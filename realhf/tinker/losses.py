@@ -105,7 +105,7 @@ def _clip_ratio(ratio: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TokenLoss:
+class ClientLoss:
     """A loss that clients can request."""
 
     compute: Callable[[Tensor, Inputs, Tensor, Settings], Tensor]
@@ -120,13 +120,13 @@ class TokenLoss:
 
 _POLICY = ("logprobs", "advantages")
 _THRESHOLDS = {LOW: 0.8, HIGH: 1.2}
-LOSSES: Mapping[str, TokenLoss] = {
-    "cross_entropy": TokenLoss(cross_entropy, ("weights",)),
-    "importance_sampling": TokenLoss(importance_sampling, _POLICY),
-    "ppo": TokenLoss(ppo, _POLICY, (LOW, HIGH), _THRESHOLDS),
-    "cispo": TokenLoss(cispo, _POLICY, (LOW, HIGH), {LOW: 0.0, HIGH: 4.0}),
-    "dro": TokenLoss(dro, _POLICY, (), {"beta": 0.05}),
-    "gspo": TokenLoss(
+LOSSES: Mapping[str, ClientLoss] = {
+    "cross_entropy": ClientLoss(cross_entropy, ("weights",)),
+    "importance_sampling": ClientLoss(importance_sampling, _POLICY),
+    "ppo": ClientLoss(ppo, _POLICY, (LOW, HIGH), _THRESHOLDS),
+    "cispo": ClientLoss(cispo, _POLICY, (LOW, HIGH), {LOW: 0.0, HIGH: 4.0}),
+    "dro": ClientLoss(dro, _POLICY, (), {"beta": 0.05}),
+    "gspo": ClientLoss(
         gspo, (*_POLICY, SEQUENCE_MASK), (LOW, HIGH), {LOW: 1 - 3e-4, HIGH: 1 + 4e-4}
     ),
 }
@@ -141,7 +141,7 @@ _UNSUPPORTED = {
 """Losses of the client that this server does not support, and why."""
 
 
-def find_loss(name: str, config: Mapping[str, float | str]) -> tuple[TokenLoss, dict[str, float]]:
+def find_loss(name: str, config: Mapping[str, float | str]) -> tuple[ClientLoss, dict[str, float]]:
     """Return the loss ``name`` and its settings: the defaults, overridden by ``config``. Raises
     ValueError, which names the unsupported loss, or the unknown or invalid setting."""
     if name not in LOSSES:

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from realhf.tinker.access import OWNER
-from realhf.tinker.service import Service
+from realhf.tinker.service import TrainingService
 from realhf.tinker.store import ModelRow
 from realhf.tinker.wire import (
     JSON,
@@ -46,7 +46,7 @@ _SCAN_TIMEOUT_S = 10.0
 class RequestHandler:
     """What the HTTP handlers of one service have in common."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: TrainingService) -> None:
         self.service = service
         self.store = service.store
         self.options = service.options

@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from realhf.tinker.access import OWNER, error_body, guard_rules
 from realhf.tinker.request_handler import RequestHandler, check_number, json_response
-from realhf.tinker.service import Service
+from realhf.tinker.service import TrainingService
 from realhf.tinker.store import FAILED
 from realhf.tinker.weights_routes import WeightsRoutes, lora_fields
 from realhf.tinker.wire import PROTOBUF, BadRequest, read_head, read_json, types
@@ -35,7 +35,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 """A function that answers a request."""
 
 
-def build_app(service: Service) -> Starlette:
+def build_app(service: TrainingService) -> Starlette:
     """Return the ASGI application of an open service."""
     routes = Routes(service)
     return Starlette(
@@ -67,7 +67,7 @@ def with_error_responses(handler: Handler) -> Handler:
 class Routes:
     """The handlers of one service."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: TrainingService) -> None:
         self._handler = RequestHandler(service)
         self._weights = WeightsRoutes(self._handler)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from realhf.api.config import GenConfig, LoraConfig
 from realhf.api.model import GenRequest
-from realhf.backends.embedded.decode_core import DecodeCore, Turn, remaining_tokens
+from realhf.backends.embedded.decode_core import DecodeCore, DecodeTurn, remaining_tokens
 from realhf.backends.embedded.sampling import check_request, seed_stream
 from realhf.backends.embedded.weight_copy import named_weights
 from realhf.backends.training.lora import ADAPTER, CONFIG, LoraAdapters
@@ -96,7 +96,7 @@ class SampleJob:
     """Called once with the response or the error."""
     scores_only: bool = False
     """Whether only the prompt is scored: it fills the context, so nothing can be sampled."""
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[DecodeTurn] = field(default_factory=list)
     """The sequences."""
     top_k: dict[int, TopK] = field(default_factory=dict)
     """Most likely tokens of each position of a finished sequence, by its slot."""
@@ -202,10 +202,10 @@ class Sampler:
         self._vocabulary = int(base.config.get_text_config().vocab_size)
         self._folder = ""  # of the active weights
         self._waiting: list[SampleJob] = []
-        self._joining: list[tuple[SampleJob, Turn]] = []  # wait for room in the cache
-        self._decoding: dict[int, tuple[SampleJob, Turn]] = {}  # by slot
+        self._joining: list[tuple[SampleJob, DecodeTurn]] = []  # wait for room in the cache
+        self._decoding: dict[int, tuple[SampleJob, DecodeTurn]] = {}  # by slot
         self._scoring: list[
-            tuple[SampleJob, Turn]
+            tuple[SampleJob, DecodeTurn]
         ] = []  # have ended, and their top-k lists are to be computed
         self._slots = 0
 
@@ -365,7 +365,7 @@ class Sampler:
             job.turns = [self._create_turn(job, prompt, i) for i in range(job.unfinished)]
             self._joining += [(job, turn) for turn in job.turns]
 
-    def _create_turn(self, job: SampleJob, prompt: list[int], i: int) -> Turn:
+    def _create_turn(self, job: SampleJob, prompt: list[int], i: int) -> DecodeTurn:
         seed = job.request.sampling_params.seed
         stream = (
             int.from_bytes(np.random.bytes(8), "little")
@@ -375,9 +375,9 @@ class Sampler:
         self._slots += 1
         request = GenRequest(self._slots, prompt)
         budget = remaining_tokens(request, job.config, self._weights.core.limit)
-        return Turn(request, job.config, job.stop_tokens, budget, stream)
+        return DecodeTurn(request, job.config, job.stop_tokens, budget, stream)
 
-    def _finish_ended(self, ended: Sequence[Turn]) -> None:
+    def _finish_ended(self, ended: Sequence[DecodeTurn]) -> None:
         """Finish the turns that ended in this step, and those whose last token completed a stop
         string."""
         slots = {turn.slot for turn in ended}
@@ -409,7 +409,7 @@ class Sampler:
         if not job.unfinished:
             self._respond(job)
 
-    def _compute_top_k(self, job: SampleJob, turn: Turn) -> None:
+    def _compute_top_k(self, job: SampleJob, turn: DecodeTurn) -> None:
         """Compute the most likely tokens of each position of a finished sequence. This takes a pass
         over the whole sequence, so ``step`` does it for one sequence at a time."""
         ids = np.concatenate([job.prompt, np.asarray(turn.token_ids, dtype=np.int64)])
@@ -425,7 +425,7 @@ class Sampler:
         job.top_k[turn.slot] = top_k
         self._finish_turn(job)
 
-    def _ends_with_stop(self, turn: Turn, strings: Sequence[str]) -> bool:
+    def _ends_with_stop(self, turn: DecodeTurn, strings: Sequence[str]) -> bool:
         """Whether the last token completes a stop string. A token has at least one byte, so the
         last tokens, as many as the longest string has bytes, contain any string that ends there."""
         tail = turn.token_ids[-max(len(text.encode()) for text in strings) - 1 :]

@@ -47,7 +47,7 @@ from realhf.tinker.channel import (
     Update,
     Work,
 )
-from realhf.tinker.checkpoints import CheckpointStore, safe_name
+from realhf.tinker.checkpoints import ServerCheckpoints, safe_name
 from realhf.tinker.options import ServerOptions
 from realhf.tinker.store import (
     CHANGING,
@@ -56,7 +56,7 @@ from realhf.tinker.store import (
     CheckpointRow,
     ModelRow,
     RequestRow,
-    Store,
+    TrainingStore,
 )
 from realhf.web.refusal import Refusal
 
@@ -132,7 +132,7 @@ class _QueueState:
     """Whether a pending request waits behind it."""
 
 
-class Service:
+class TrainingService:
     """Requests, models and checkpoints of one server, persisted below ``options.root``. All methods
     must be called on one event loop."""
 
@@ -144,8 +144,8 @@ class Service:
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
         self.root = Path(options.root)
-        self.store = Store(self.root)
-        self.checkpoints = CheckpointStore(self.store, self.root)
+        self.store = TrainingStore(self.root)
+        self.checkpoints = ServerCheckpoints(self.store, self.root)
         self.ready: Ready | None = None
         self.failure = ""
         self.ended = asyncio.Event()

@@ -141,7 +141,7 @@ class CheckpointRow:
     it is ephemeral."""
 
 
-class Store:
+class TrainingStore:
     """The file ``server.sqlite`` of a folder, open for one server at a time. All methods must be
     called on one thread. Raises ValueError if the file has another format, or another server uses
     the folder."""

@@ -34,7 +34,7 @@ from realhf.backends.training.lora import ADAPTER, head_name, linear_layers
 from realhf.backends.training.torch_engine import TorchEngine, explain_load_errors
 from realhf.base.tensor_digest import TensorDigester, joint_digest
 from realhf.tinker.channel import ComputeOptions
-from realhf.tinker.losses import TokenLoss, find_loss
+from realhf.tinker.losses import ClientLoss, find_loss
 from realhf.tinker.wire import BadRequest, Datum, Pass, serialize_pass_result
 
 ALPHA = 32.0
@@ -337,7 +337,7 @@ class PackedBatch:
     """Names of the output columns: each of ``OUTPUTS`` for each of the ``width`` targets."""
 
     def __init__(
-        self, data: Sequence[Datum], loss: TokenLoss, settings: Mapping[str, float]
+        self, data: Sequence[Datum], loss: ClientLoss, settings: Mapping[str, float]
     ) -> None:
         self._loss = loss
         self._settings = settings
@@ -436,7 +436,7 @@ class PackedBatch:
         return outputs
 
 
-def _find_input_names(data: Sequence[Datum], loss: TokenLoss) -> list[str]:
+def _find_input_names(data: Sequence[Datum], loss: ClientLoss) -> list[str]:
     """Return the sorted names of the loss inputs, which all data must have in common. Raises
     BadRequest."""
     names = set(data[0].inputs)

@@ -131,7 +131,7 @@ def decode_sample(frames: Sequence[Any]) -> SequenceSample:
         meta_only = header.get("meta_only", False)
         known: dict[bytes | tuple[int, int, int], Lengths] = {}
         entries = [
-            _Entry.read(item, len(ids), views, bool(meta_only), known)
+            _TensorEntry.read(item, len(ids), views, bool(meta_only), known)
             for item in field(header, "keys", list)
         ]
         if len({entry.key for entry in entries}) != len(entries):
@@ -152,7 +152,7 @@ def decode_sample(frames: Sequence[Any]) -> SequenceSample:
         raise CodecError(f"malformed sample: {error}") from None
 
 
-class _Entry(NamedTuple):
+class _TensorEntry(NamedTuple):
     """One key of the header, validated against the frames."""
 
     key: str
@@ -170,7 +170,7 @@ class _Entry(NamedTuple):
         views: Sequence[memoryview],
         meta_only: bool,
         known: dict[bytes | tuple[int, int, int], Lengths],
-    ) -> _Entry:
+    ) -> _TensorEntry:
         """Parse and validate one entry. Raises CodecError.
 
         known: lengths of keys read before, by place and by bytes; keys of equal lengths share them.
@@ -195,7 +195,7 @@ class _Entry(NamedTuple):
                 lens, sequences, key
             )
         if meta_only:
-            return _Entry(key, dtype, tuple(trailing), lengths, _EMPTY)
+            return _TensorEntry(key, dtype, tuple(trailing), lengths, _EMPTY)
         expected = lengths.total() * math.prod(trailing) * ITEMSIZE[dtype]
         nbytes = field(item, "nbytes", int)
         if nbytes != expected:
@@ -203,7 +203,7 @@ class _Entry(NamedTuple):
         raw = _slice_frame(
             views, field(item, "frame", int), field(item, "offset", int), nbytes, key
         )
-        return _Entry(key, dtype, tuple(trailing), lengths, raw)
+        return _TensorEntry(key, dtype, tuple(trailing), lengths, raw)
 
     def tensor(self) -> Tensor:
         """Return the tensor that the entry describes."""

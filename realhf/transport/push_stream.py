@@ -26,7 +26,7 @@ from realhf.transport.codec import MAX_FRAME_BYTES, MAX_FRAMES, MAX_MESSAGE_BYTE
 from realhf.transport.envelope import field
 from realhf.transport.errors import PeerLost, ProtocolError, TransportError
 from realhf.transport.network import LOOPBACK, Network
-from realhf.transport.service import Request, Requests, ServiceClient
+from realhf.transport.service import Requests, ServiceClient, ServiceRequest
 from realhf.transport.sockets import Frame, Listener
 
 CREDITS = "credits"
@@ -63,7 +63,7 @@ def check_frames(frames: Sequence[Any]) -> int:
     return sum(sizes)
 
 
-def read_sample(request: Request) -> StreamMessage:
+def read_sample(request: ServiceRequest) -> StreamMessage:
     """Parse the sample of a push request. Raises ProtocolError for an invalid name, id, attempt or
     size."""
     id = field(request.header, "sample", str)
@@ -242,7 +242,7 @@ class StreamReceiver(Listener):
         self._deliver = deliver
         self._credits = credits
         self._batch: list[StreamMessage] = []
-        self._open: dict[tuple[str, str, int], Request] = {}
+        self._open: dict[tuple[str, str, int], ServiceRequest] = {}
         self._acked: collections.deque[StreamMessage] = collections.deque()
         super().__init__(
             "the stream receiver",
@@ -272,7 +272,7 @@ class StreamReceiver(Listener):
         if self.closing:
             raise StreamFailed(f"the stream receiver at {self.endpoint} is closed")
 
-    def _handle(self, request: Request) -> None:
+    def _handle(self, request: ServiceRequest) -> None:
         if request.method == CREDITS:
             request.reply(self._credits)
         elif request.method == PUSH:

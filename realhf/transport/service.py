@@ -26,7 +26,7 @@ from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.sockets import Frame, Listener, LoopDealer, LoopListener
 
 
-class Request:
+class ServiceRequest:
     """One request of a client.
 
     Answer it once, with ``reply`` or ``fail``, from any thread unless the server's docstring says
@@ -61,7 +61,7 @@ class Requests:
     def __init__(
         self,
         run_id: str,
-        handle: Callable[[Request], None],
+        handle: Callable[[ServiceRequest], None],
         send: Callable[[bytes, bytes, bytes], None],
         *,
         unpack: Callable[[list[Any]], Any] = unpack_payload,
@@ -90,7 +90,7 @@ class Requests:
             text = f"this is run {self._run_id!r}, the request is of run {header.get('run')!r}"
             answer("error", {"type": "ProtocolError", "message": text})
             return
-        request = Request(answer, header, self._unpack(payload))
+        request = ServiceRequest(answer, header, self._unpack(payload))
         try:
             self._handle(request)
         except Exception as error:
@@ -107,7 +107,7 @@ class ServiceServer(Listener):
         self,
         name: str,
         run_id: str,
-        handle: Callable[[Request], None],
+        handle: Callable[[ServiceRequest], None],
         *,
         network: Network = LOOPBACK,
     ) -> None:
@@ -124,7 +124,7 @@ class LoopServiceServer(LoopListener):
         self,
         name: str,
         run_id: str,
-        handle: Callable[[Request], None],
+        handle: Callable[[ServiceRequest], None],
         *,
         network: Network = LOOPBACK,
     ) -> None:

@@ -14,7 +14,7 @@ from realhf.transport.errors import DataMissing, DuplicateDataError
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _StoredSample:
     """Location of the values that one put stored of one sample, shared by its keys."""
 
     batch: SequenceSample
@@ -33,7 +33,7 @@ class TensorStore:
 
     def __init__(self, name: str = "store") -> None:
         self._name = name
-        self._entries: dict[str, dict[str, _Entry]] = {}
+        self._entries: dict[str, dict[str, _StoredSample]] = {}
         self._sample_nbytes: dict[str, int] = {}
         self._nbytes = 0
         self._lock = threading.Lock()
@@ -63,7 +63,7 @@ class TensorStore:
                     )
             for position, sample_id in enumerate(sample.ids):
                 entries = self._entries.setdefault(sample_id, {})
-                entry = _Entry(sample, position, producer)
+                entry = _StoredSample(sample, position, producer)
                 fresh = [key for key in sizes if key not in entries]
                 entries.update(dict.fromkeys(fresh, entry))
                 nbytes = sum(sizes[key][position] for key in fresh)
@@ -82,7 +82,7 @@ class TensorStore:
         if not names:
             raise ValueError("get needs at least one key")
         # Keys that the same puts stored are cut out of their batches together.
-        key_groups: dict[tuple[int, ...], tuple[list[str], Sequence[_Entry]]] = {}
+        key_groups: dict[tuple[int, ...], tuple[list[str], Sequence[_StoredSample]]] = {}
         for name, entries in zip(names, columns, strict=True):
             key_groups.setdefault(tuple(map(id, entries)), ([], entries))[0].append(name)
         out, *others = (_assemble(keys, entries) for keys, entries in key_groups.values())
@@ -157,7 +157,7 @@ def _value_sizes(sample: SequenceSample) -> dict[str, list[int]]:
     return out
 
 
-def _assemble(keys: Sequence[str], entries: Sequence[_Entry]) -> SequenceSample:
+def _assemble(keys: Sequence[str], entries: Sequence[_StoredSample]) -> SequenceSample:
     """Build a sample with these keys of these entries, in order. Adjacent entries of one batch are
     cut out together."""
     parts: list[SequenceSample] = []

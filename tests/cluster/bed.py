@@ -21,7 +21,7 @@ import pytest
 from benchmarks.network.hosts import Host, NoNamespaces
 from benchmarks.network.lan import Lan, lan
 from realhf.api.trace import STEP, WAIT
-from realhf.dataflow.journal.audit import Tally, audit_folder
+from realhf.dataflow.journal.audit import JournalTally, audit_folder
 from realhf.monitor.run_files import HostLanes
 from realhf.monitor.trace import COMPLETE, INSTANT, TRACE_FILE, trace_files
 from realhf.view.report import REPORT_FILE
@@ -182,7 +182,7 @@ class ClusterRun:
         print(f"report: {kept / REPORT_FILE}")
         return kept
 
-    def tally(self) -> Tally:
+    def tally(self) -> JournalTally:
         """The audit of the journal."""
         return audit_folder(self.run_dir / "journal")
 

@@ -104,7 +104,7 @@ def test_a_best_policy_that_is_gone_is_missed(tmp_path: Path) -> None:
     assert BestPolicy(tmp_path).metrics == figures(0.5, 2), "it was killed between two renames"
     folder.rename(tmp_path / "elsewhere")
     with pytest.raises(
-        RuntimeError, match=r"best_policy is gone, and .*best_policy\.json says how good"
+        RuntimeError, match=r"best_policy is missing, although .*best_policy\.json has the metrics"
     ):
         BestPolicy(tmp_path)
     (tmp_path / BEST_POLICY_FILE).unlink()

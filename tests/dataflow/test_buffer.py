@@ -15,9 +15,9 @@ from realhf.dataflow.buffer import (
     BatchLease,
     BatchTooLarge,
     BufferClosed,
+    BufferedSample,
     DuplicateSampleError,
     EndOfData,
-    Sample,
 )
 from tests.dataflow.toy_buffer import buffer_graph, check_invariants, meta_of, outputs_of
 
@@ -44,7 +44,7 @@ async def tick() -> None:
 
 
 async def test_a_sample_leaves_when_its_last_call_has_completed_not_when_it_was_fetched() -> None:
-    gone: list[Sequence[Sample]] = []
+    gone: list[Sequence[BufferedSample]] = []
     buffer = make(on_retire=gone.append)
     await buffer.put_batch(meta_of(ids(0, 4), task="bucket"), step_batch=3)
     for mfc in ("gen", "ref", "rew"):

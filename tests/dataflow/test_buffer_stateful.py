@@ -16,8 +16,8 @@ from realhf.dataflow.buffer import (
     AsyncIOSequenceBuffer,
     BatchLease,
     BufferClosed,
+    BufferedSample,
     EndOfData,
-    Sample,
 )
 from tests.dataflow.toy_buffer import buffer_graph, check_invariants, meta_of, outputs_of
 
@@ -117,7 +117,7 @@ class BufferMachine(RuleBasedStateMachine):
         if self.putters:  # invariant 9: a put waits only while there is no room
             assert len(self.buffer) + self.putters[0][0] > MAX_SIZE
 
-    def note_retired(self, samples: Sequence[Sample]) -> None:
+    def note_retired(self, samples: Sequence[BufferedSample]) -> None:
         self.retired += [sample.id for sample in samples]
 
     @invariant()

@@ -46,7 +46,7 @@ from realhf.env.server.process import ServerProcess
 from realhf.launch.__main__ import main
 from realhf.registry import advantage_estimators, policy_losses
 from realhf.rollout.black_box_agent import BlackBoxAgent, load_agent
-from realhf.rollout.episode import EpisodeRequest, Limits
+from realhf.rollout.episode import EpisodeLimits, EpisodeRequest
 from realhf.scheduler.base import WorkerExit, WorkerLine, WorkerSpec
 from realhf.scheduler.local import LocalScheduler
 from realhf.trajectory.client import TrajectoryClient
@@ -431,7 +431,7 @@ async def test_the_agent_plays(
         return speech[min(len(speech), prompt.count("<|user|>")) - 1]
 
     solve = load_agent("docs.extend.examples.patient_agent:rollout", options)
-    agent = BlackBoxAgent(solve, chat(), Limits(max_turns, 600, 40), timeout_s=60)
+    agent = BlackBoxAgent(solve, chat(), EpisodeLimits(max_turns, 600, 40), timeout_s=60)
     with FakeEnvServer() as server:
         env = AwsEnvironment(server.url)
         try:

@@ -18,7 +18,7 @@ from realhf.env.loader.load import build_environment
 from realhf.env.scaffold import ENV_FORMATS
 from realhf.launch.__main__ import main as launch
 from realhf.rollout.black_box_agent import BlackBoxAgent, load_agent
-from realhf.rollout.episode import EpisodeRequest, Limits
+from realhf.rollout.episode import EpisodeLimits, EpisodeRequest
 from tests.rollout.black_box import FakeTokens, chat
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +79,7 @@ async def test_the_agent_plays_as_it_would_in_a_run(tmp_path: Path) -> None:
         return str(prompt.count("<|user|>"))
 
     for turns, status in ((8, "finished"), (2, "max_turns")):
-        limits = Limits(max_turns=turns, max_total_tokens=2000, turn_tokens=10)
+        limits = EpisodeLimits(max_turns=turns, max_total_tokens=2000, turn_tokens=10)
         agent = BlackBoxAgent(
             load_agent(f"{tmp_path / 'agent_play.py'}:solve"), chat(), limits, timeout_s=60
         )

@@ -25,7 +25,7 @@ from realhf.base.plugin import load_plugin
 from realhf.launch.__main__ import main
 from realhf.registry import interfaces
 from realhf.rollout.black_box_agent import BlackBoxAgent, load_agent
-from realhf.rollout.episode import EpisodeRequest, Limits
+from realhf.rollout.episode import EpisodeLimits, EpisodeRequest
 from tests.rollout.black_box import FakeTokens, chat
 from tests.rollout.fake_env_server import FakeEnvServer
 from tests.test_end_to_end import SMALL, TINY
@@ -106,7 +106,7 @@ async def test_the_black_box_agent_plays_an_episode_and_corrects_itself():
     def speak(prompt):
         return ("hm", "aws s3 ls", "aws s3api list-buckets")[min(2, prompt.count("<|user|>") - 1)]
 
-    limits = Limits(max_turns=5, max_total_tokens=600, turn_tokens=40)
+    limits = EpisodeLimits(max_turns=5, max_total_tokens=600, turn_tokens=40)
     agent = BlackBoxAgent(
         load_agent("examples/black_box_agent.py:rollout"), chat(), limits, timeout_s=60
     )
@@ -126,7 +126,7 @@ async def test_the_black_box_agent_plays_an_episode_and_corrects_itself():
 async def test_the_black_box_agent_stops_at_a_limit():
     """An episode that ran out of turns is valid data; the refusal of a third turn is not a fault of
     the agent."""
-    limits = Limits(max_turns=2, max_total_tokens=600, turn_tokens=40)
+    limits = EpisodeLimits(max_turns=2, max_total_tokens=600, turn_tokens=40)
     agent = BlackBoxAgent(
         load_agent("examples/black_box_agent.py:rollout"), chat(), limits, timeout_s=60
     )

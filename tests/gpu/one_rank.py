@@ -18,7 +18,7 @@ from realhf.api.model import CallContext, Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.parallel.ddp import DdpEngine
 from realhf.backends.parallel.fsdp import FsdpEngine
-from realhf.backends.parallel.process_groups import GroupRanks, RendezvousStore, World
+from realhf.backends.parallel.process_groups import GroupRanks, RendezvousStore, TorchWorld
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.base.tensor_digest import digests
 from tests.gpu.conftest import CONFIGS, VOCABULARY
@@ -38,7 +38,7 @@ def outcome(out: Connection, kind: str, backend: str, folder: str) -> None:
 def _run(device: torch.device, backend: str, folder: Path) -> dict[str, Any]:
     expected = _train(TorchEngine(_model(device), None, **OPTIONS), range(4))
     meeting = RendezvousStore(1, JOIN_S)
-    world = World(meeting.address, 0, [0], join_s=JOIN_S, timeout_s=JOIN_S)
+    world = TorchWorld(meeting.address, 0, [0], join_s=JOIN_S, timeout_s=JOIN_S)
     world.create_groups([[0], [0]])
     engine = _engine(world, device, backend)
     found: dict[str, Any] = {"expected": expected, "losses": _train(engine, range(3))}
@@ -59,7 +59,7 @@ def _model(device: torch.device) -> Any:
     return AutoModelForCausalLM.from_config(CONFIGS["qwen3"]).eval().to(device)
 
 
-def _engine(world: World, device: torch.device, backend: str) -> Any:
+def _engine(world: TorchWorld, device: torch.device, backend: str) -> Any:
     ranks = GroupRanks(world, [0], sharded=backend == "fsdp2", device=device)
     if backend == "ddp":
         return DdpEngine(_model(device), None, ranks=ranks, role="actor", **OPTIONS)

@@ -14,9 +14,9 @@ import openai
 from realhf.api.chat_template import TemplateChat
 from realhf.api.generation import GenerationFailed
 from realhf.api.model import GenOutput, GenRequest
-from realhf.rollout.episode import Limits
+from realhf.rollout.episode import EpisodeLimits
 from realhf.rollout.openai_server import OpenAiServer
-from realhf.rollout.openai_sessions import Session, Sessions
+from realhf.rollout.openai_sessions import OpenAiSession, OpenAiSessions
 
 Endpoint = tuple[OpenAiServer, Any]
 
@@ -36,9 +36,9 @@ def spelt(text: str) -> list[int]:
 
 
 @asynccontextmanager
-async def serving(limits: Limits) -> AsyncIterator[Endpoint]:
+async def serving(limits: EpisodeLimits) -> AsyncIterator[Endpoint]:
     """An endpoint that is up, and one pool of connections to it."""
-    server = OpenAiServer(Sessions(chat(), limits))
+    server = OpenAiServer(OpenAiSessions(chat(), limits))
     http = openai.DefaultAsyncHttpxClient(trust_env=False, verify=False)
     await server.start()
     try:
@@ -51,7 +51,7 @@ async def serving(limits: Limits) -> AsyncIterator[Endpoint]:
 @asynccontextmanager
 async def served(
     endpoint: Endpoint, tokens: FakeTokens, retries: int = 0, max_turns: int = 0
-) -> AsyncIterator[tuple[OpenAiServer, Session, openai.AsyncOpenAI]]:
+) -> AsyncIterator[tuple[OpenAiServer, OpenAiSession, openai.AsyncOpenAI]]:
     """A session of ``tokens`` and the client of its agent."""
     server, http = endpoint
     session = server.sessions.open(tokens, slot=3, seed=7, max_turns=max_turns)

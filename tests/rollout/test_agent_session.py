@@ -16,11 +16,11 @@ from realhf.api.environment import AssistantMessage, Environment, Opening, Task,
 from realhf.api.rollout import RolloutOutcome
 from realhf.env.loader.load import build_environment
 from realhf.rollout.black_box_agent import AgentFunction, AgentSession, BlackBoxAgent, load_agent
-from realhf.rollout.episode import EpisodeRequest, Limits
+from realhf.rollout.episode import EpisodeLimits, EpisodeRequest
 from tests.rollout.black_box import FakeTokens, chat
 from tests.rollout.branching_agent import rollout as branching
 
-LIMITS = Limits(max_turns=6, max_total_tokens=4000, turn_tokens=200)
+LIMITS = EpisodeLimits(max_turns=6, max_total_tokens=4000, turn_tokens=200)
 LOCK = Path(__file__).resolve().parents[2] / "examples" / "your_environment.py"
 SAYS = "<|assistant|>"
 BROKEN = '<tool_call>{"name": "turn", "arguments": {"digit": }</tool_call>'

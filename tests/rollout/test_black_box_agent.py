@@ -22,13 +22,13 @@ from realhf.api.experiment import RolloutOptions
 from realhf.api.rollout import RolloutOutcome
 from realhf.aws.environment import AwsEnvironment
 from realhf.rollout.black_box_agent import AgentFunction, AgentSession, BlackBoxAgent, load_agent
-from realhf.rollout.episode import EpisodeRequest, Limits
+from realhf.rollout.episode import EpisodeLimits, EpisodeRequest
 from realhf.rollout.player import SlotEnvironment, make_agent
 from tests.rollout.black_box import FakeTokens, chat
 from tests.rollout.fake_env_server import FakeEnvServer
 
 WANTED = EpisodeRequest(0, Task("t-1", "warmup", {}, seed=11), 5)
-LIMITS = Limits(max_turns=5, max_total_tokens=600, turn_tokens=40)
+LIMITS = EpisodeLimits(max_turns=5, max_total_tokens=600, turn_tokens=40)
 
 
 @pytest.fixture

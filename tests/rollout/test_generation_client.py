@@ -21,7 +21,7 @@ from realhf.rollout.generation_client import (
     build_answer,
     build_request,
 )
-from realhf.transport.service import Request, ServiceServer
+from realhf.transport.service import ServiceRequest, ServiceServer
 from tests.transport.fixed_port import At
 
 
@@ -42,7 +42,7 @@ class FakeEngine:
         )
         self.endpoint = self.server.endpoint
 
-    def _answer(self, request: Request) -> None:
+    def _answer(self, request: ServiceRequest) -> None:
         self.methods.append(request.method)
         if request.method == "free":
             self.freed += request.payload[0]

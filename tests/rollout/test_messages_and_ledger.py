@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 from realhf.api.environment import AssistantMessage, ToolCall
 from realhf.api.model import GenOutput
 from realhf.api.rollout import MAX_BRANCHES
-from realhf.rollout.episode import Limits
-from realhf.rollout.openai_requests import ApiError, Call, Message, answer, canonical_json
+from realhf.rollout.episode import EpisodeLimits
+from realhf.rollout.openai_requests import (
+    ApiError,
+    OpenAiCall,
+    OpenAiMessage,
+    answer,
+    canonical_json,
+)
 from realhf.rollout.openai_sessions import TokenLedger
 from tests.rollout.black_box import chat, spelt
 
@@ -75,8 +81,8 @@ def test_what_programs_may_read_differently_is_compared_as_text(text: str) -> No
 
 
 def test_a_number_may_lose_its_fraction_of_nothing() -> None:
-    assert Call("a", "f", '{"x": 100.0}') == Call("a", "f", '{"x":100}')
-    assert Call("a", "f", '{"x": 1}') != Call("a", "f", '{"x": true}')
+    assert OpenAiCall("a", "f", '{"x": 100.0}') == OpenAiCall("a", "f", '{"x":100}')
+    assert OpenAiCall("a", "f", '{"x": 1}') != OpenAiCall("a", "f", '{"x": true}')
 
 
 @pytest.mark.slow
@@ -110,7 +116,7 @@ def test_what_could_not_be_read_stays_in_the_content() -> None:
     broken = ToolCall("", {}, "call_1", "<tool_call>{</tool_call>", "no JSON")
     both = AssistantMessage("words", (ToolCall("f"), broken), text="all")
     assert answer(both, [1], [2]).content == f"words\n{broken.text}"
-    assert answer(AssistantMessage("words", (broken,), text="all"), [1], [2]) == Message(
+    assert answer(AssistantMessage("words", (broken,), text="all"), [1], [2]) == OpenAiMessage(
         "assistant", "all"
     )
 
@@ -120,7 +126,10 @@ STOP = chat().stop_ids[0]
 
 def ledger() -> TokenLedger:
     return TokenLedger(
-        chat(), Limits(max_total_tokens=4000, turn_tokens=16, max_turns=100), slot=1, seed=None
+        chat(),
+        EpisodeLimits(max_total_tokens=4000, turn_tokens=16, max_turns=100),
+        slot=1,
+        seed=None,
     )
 
 
@@ -130,7 +139,7 @@ def sampled(words: str, reason: str = "stop") -> GenOutput:
 
 
 def rendered(
-    messages: list[Message], ids: dict[tuple[Message, ...], list[list[int]]]
+    messages: list[OpenAiMessage], ids: dict[tuple[OpenAiMessage, ...], list[list[int]]]
 ) -> list[list[int]]:
     """What the engine may see: the ids that were sampled where the words were (the same words may
     have been sampled more than once), the template's text elsewhere."""
@@ -163,8 +172,8 @@ def test_every_request_sees_the_sampled_ids_and_every_kept_token_is_trained_once
     deeds: list[tuple[int, str, str, str]],
 ) -> None:
     book = ledger()
-    conversations: list[list[Message]] = [[Message("user", "task")]]
-    ids: dict[tuple[Message, ...], list[list[int]]] = {}
+    conversations: list[list[OpenAiMessage]] = [[OpenAiMessage("user", "task")]]
+    ids: dict[tuple[OpenAiMessage, ...], list[list[int]]] = {}
     kept = 0
     for number, (which, deed, words, reason) in enumerate(deeds):
         messages = list(conversations[which % len(conversations)])
@@ -181,10 +190,10 @@ def test_every_request_sees_the_sampled_ids_and_every_kept_token_is_trained_once
         assert book.add(turn, sampled(words, reason)) and turn.text == words
         book.keep(turn)
         kept += len(turn.ids)
-        said = [*messages, Message("assistant", words)]
+        said = [*messages, OpenAiMessage("assistant", words)]
         ids.setdefault(tuple(said), []).append(turn.prompt + turn.ids)
         conversations.append(
-            messages if deed == "again" else [*said, Message("user", f"answer {number}")]
+            messages if deed == "again" else [*said, OpenAiMessage("user", f"answer {number}")]
         )
     assert sum(branch.sampled for branch in book.branches) == kept
     for branch in book.branches:
@@ -195,7 +204,7 @@ def test_every_request_sees_the_sampled_ids_and_every_kept_token_is_trained_once
 
 def test_what_is_no_turn_is_refused() -> None:
     book = ledger()
-    turn = book.begin([Message("user", "task")])
+    turn = book.begin([OpenAiMessage("user", "task")])
     with pytest.raises(ValueError, match="0 tokens"):
         book.add(turn, GenOutput([], [], [], "stop"))
     with pytest.raises(ValueError, match="2 logprobs"):
@@ -209,15 +218,15 @@ def test_what_is_no_turn_is_refused() -> None:
 def test_the_number_of_conversations_is_bounded() -> None:
     book = ledger()
     for _ in range(MAX_BRANCHES):
-        book.discard(book.begin([Message("user", "task")]))
+        book.discard(book.begin([OpenAiMessage("user", "task")]))
     with pytest.raises(ApiError, match="conversations"):
-        book.begin([Message("user", "task")])
+        book.begin([OpenAiMessage("user", "task")])
 
 
 def test_the_main_trajectory_has_the_most_tokens() -> None:
     book = ledger()
     for words in ("ls", "aws 1", "aws 2", "s3"):
-        turn = book.begin([Message("user", words)])
+        turn = book.begin([OpenAiMessage("user", words)])
         book.add(turn, sampled(words))
         book.keep(turn)
     assert [branch.turns()[0].text for branch in book.sort_branches()] == [

@@ -14,13 +14,13 @@ import pytest_asyncio
 
 from realhf.api.environment import Task
 from realhf.api.rollout import RolloutOutcome
-from realhf.rollout.episode import Limits
+from realhf.rollout.episode import EpisodeLimits
 from realhf.rollout.openai_server import build_app
-from realhf.rollout.openai_sessions import Ending, Session
+from realhf.rollout.openai_sessions import Ending, OpenAiSession
 from tests.rollout.black_box import Endpoint, FakeTokens, chat, served, serving, spelt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-LIMITS = Limits(max_total_tokens=400, turn_tokens=40, max_turns=12)
+LIMITS = EpisodeLimits(max_total_tokens=400, turn_tokens=40, max_turns=12)
 USER = {"role": "user", "content": "task"}
 
 
@@ -43,7 +43,7 @@ async def say(client: openai.AsyncOpenAI, messages: list[dict[str, Any]], **more
     return reply.choices[0].message.content or ""
 
 
-def outcomes(session: Session, reward: float | None = 1.0) -> list[RolloutOutcome]:
+def outcomes(session: OpenAiSession, reward: float | None = 1.0) -> list[RolloutOutcome]:
     return session.outcomes(Ending("finished", reward))
 
 

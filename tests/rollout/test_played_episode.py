@@ -32,8 +32,8 @@ from realhf.monitor.metrics import evaluation_metrics, public_names
 from realhf.monitor.run_files import append_episodes
 from realhf.rollout.episode import (
     Conversation,
+    EpisodeLimits,
     EpisodeRequest,
-    Limits,
     RecordingEnvironment,
     TokenBuffer,
     play_episode,
@@ -128,7 +128,7 @@ def test_an_environment_without_tasks_is_evaluated_on_seeds_that_are_not_trained
     assert {task.template for task in played} == {"Mine"}
 
 
-LIMITS = Limits(max_turns=3, max_total_tokens=120, turn_tokens=20)
+LIMITS = EpisodeLimits(max_turns=3, max_total_tokens=120, turn_tokens=20)
 
 
 class Engine:
@@ -147,7 +147,11 @@ class Engine:
 
 
 async def play(
-    engine: Engine, world: World | None = None, limits: Limits = LIMITS, turns: int = 0, **task: Any
+    engine: Engine,
+    world: World | None = None,
+    limits: EpisodeLimits = LIMITS,
+    turns: int = 0,
+    **task: Any,
 ) -> RolloutOutcome:
     spec = (world or World()).spec()
     env = SlotEnvironment(
@@ -214,7 +218,7 @@ async def test_many_long_answers_are_cut_until_a_turn_fits() -> None:
             )
         )
         engine = Engine(said("aws s3 ls"))
-        speaker = Conversation(Counting(), Limits(2, 200, 20), engine, slot=4, seed=77)
+        speaker = Conversation(Counting(), EpisodeLimits(2, 200, 20), engine, slot=4, seed=77)
         outcome = await play_episode(
             world.spec().make(""), EpisodeRequest(0, Task("t-1", payload={})), speaker, 2
         )
@@ -233,7 +237,7 @@ async def test_the_end_of_a_truncated_turn_is_added_without_loss() -> None:
 
 
 async def test_no_room_for_another_turn_ends_with_token_budget() -> None:
-    outcome = await play(Engine(said("aws s3 ls")), limits=Limits(3, 36, 20))
+    outcome = await play(Engine(said("aws s3 ls")), limits=EpisodeLimits(3, 36, 20))
     assert (outcome.status, outcome.reward, outcome.valid, outcome.truncated) == (
         "token_budget",
         0.25,
@@ -330,13 +334,15 @@ async def test_parts_of_a_turn_join_and_a_turn_that_fills_the_context_is_complet
 
 async def test_turns_that_run_out_are_no_truncation_unless_the_last_was_cut() -> None:
     for finish, truncated in (("stop", False), ("length", True)):
-        outcome = await play(Engine(said("aws s3 ls", finish=finish)), limits=Limits(1, 120, 20))
+        outcome = await play(
+            Engine(said("aws s3 ls", finish=finish)), limits=EpisodeLimits(1, 120, 20)
+        )
         assert (outcome.status, outcome.truncated) == ("max_turns", truncated)
 
 
 @pytest.mark.parametrize(("turns", "played"), [(1, 1), (2, 2), (0, 2), (9, 2)])
 async def test_a_task_may_have_fewer_turns_than_the_run_allows(turns: int, played: int) -> None:
-    outcome = await play(Engine(said("aws s3 ls")), limits=Limits(2, 120, 20), turns=turns)
+    outcome = await play(Engine(said("aws s3 ls")), limits=EpisodeLimits(2, 120, 20), turns=turns)
     assert (outcome.status, outcome.valid, len(outcome.turns)) == ("max_turns", True, played)
     assert outcome.out_of_turns is (turns in (0, 9)), (
         "only rollout.max_turns is an option that can be raised"

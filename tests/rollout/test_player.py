@@ -15,12 +15,12 @@ import pytest
 from realhf.api.environment import AssistantMessage, EnvironmentFailure, Task, Turn
 from realhf.api.model import GenOutput, GenRequest
 from realhf.rollout.blocking_player import BlockingPlayer
-from realhf.rollout.episode import EpisodeRequest, Limits
-from realhf.rollout.player import Player, ReplayDiverged, SlotEnvironment, TurnAgent
+from realhf.rollout.episode import EpisodeLimits, EpisodeRequest
+from realhf.rollout.player import EpisodePlayer, ReplayDiverged, SlotEnvironment, TurnAgent
 from tests.rollout.scripted_environment import Scripted, Words, World, said
 from tests.rollout.word_chat import CUE, WordChat
 
-LIMITS = Limits(4, 500, 20)
+LIMITS = EpisodeLimits(4, 500, 20)
 
 
 def wanted(count: int) -> list[EpisodeRequest]:
@@ -30,8 +30,8 @@ def wanted(count: int) -> list[EpisodeRequest]:
     ]
 
 
-def player(world: World, size: int = 3, retries: int = 0, **spec: Any) -> Player:
-    return Player(
+def player(world: World, size: int = 3, retries: int = 0, **spec: Any) -> EpisodePlayer:
+    return EpisodePlayer(
         world.spec(**spec),
         "",
         TurnAgent(WordChat(), LIMITS, ""),
@@ -130,7 +130,7 @@ async def test_an_error_that_is_no_failure_ends_all_episodes_and_is_raised() -> 
             await asyncio.sleep(0 if slot == 10 else 600)
             raise KeyError("a bug of the agent")
 
-    own = Player(World().spec(), "", Buggy(), 3, first_slot=10)
+    own = EpisodePlayer(World().spec(), "", Buggy(), 3, first_slot=10)
     with pytest.raises(KeyError, match="a bug of the agent"):
         await asyncio.wait_for(own.play(wanted(3), Words()), 60)
 
@@ -155,7 +155,7 @@ def test_in_free_play_a_slow_environment_holds_up_only_its_own_episode() -> None
 
     world = World(on_reset=slow)
     spec = world.spec()
-    own = Player(
+    own = EpisodePlayer(
         spec, "", TurnAgent(WordChat(), LIMITS, ""), 3, message_timeout_s=0.3, patience_s=0.0
     )
     engine = Batches()
@@ -200,7 +200,9 @@ def test_an_environment_that_blocks_the_loop_is_named_with_its_line(
         return over.wait(60) and None
 
     agent = TurnAgent(WordChat(), LIMITS, "")
-    blocking = BlockingPlayer(Player(World(blocks).spec(), "", agent, 2, message_timeout_s=0.3))
+    blocking = BlockingPlayer(
+        EpisodePlayer(World(blocks).spec(), "", agent, 2, message_timeout_s=0.3)
+    )
     try:
         with pytest.raises(
             RuntimeError,

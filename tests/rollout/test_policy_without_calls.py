@@ -11,7 +11,7 @@ import pytest
 from realhf.api.environment import TRAIN
 from realhf.api.model import GenOutput, GenRequest
 from realhf.env.loader.load import build_environment
-from realhf.rollout.episode import EpisodeRequest, Limits
+from realhf.rollout.episode import EpisodeLimits, EpisodeRequest
 from realhf.rollout.player import TurnAgent
 from tests.api.chat.families import family_chat
 
@@ -53,7 +53,7 @@ async def test_a_policy_that_calls_no_tool_is_pointed_out(
     tasks = spec.tasks(TRAIN)
     template = next(iter(tasks.group_of))
     chat = family_chat(name)
-    agent = TurnAgent(chat, Limits(1, 20_000, 200), spec.system_prompt)
+    agent = TurnAgent(chat, EpisodeLimits(1, 20_000, 200), spec.system_prompt)
     source = Says([*chat.encode(text), chat.stop_ids[0]])
     env = spec.make("")
     with caplog.at_level(logging.WARNING, logger="realhf.rollout.player"):

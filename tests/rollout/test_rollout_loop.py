@@ -23,7 +23,7 @@ from realhf.api.config import GenConfig
 from realhf.api.environment import EnvironmentFailure, EnvironmentSpec, Task
 from realhf.api.evaluation import EpisodeResult
 from realhf.api.trace import NO_RECORDER, PlayedSample, RolloutRecorder, Tracer, TrainedRows
-from realhf.rollout.episode import Limits
+from realhf.rollout.episode import EpisodeLimits
 from realhf.rollout.group_player import (
     FailurePolicy,
     GroupFailed,
@@ -33,11 +33,11 @@ from realhf.rollout.group_player import (
     play_within_deadline,
     sampling_seed,
 )
-from realhf.rollout.player import Player, TurnAgent
+from realhf.rollout.player import EpisodePlayer, TurnAgent
 from realhf.rollout.rollout_loop import RolloutLoop
 from realhf.transport.errors import CodecError, PeerLost, ProtocolError
 from realhf.transport.push_stream import StreamFailed
-from realhf.transport.service import Request, ServiceClient, ServiceError, ServiceServer
+from realhf.transport.service import ServiceClient, ServiceError, ServiceRequest, ServiceServer
 from tests.rollout.scripted_environment import Scripted, Words, World
 from tests.rollout.word_chat import WordChat
 
@@ -54,7 +54,7 @@ class FakeMaster:
         self.evaluated: list[EvaluatedRequest] = []
         self.server = ServiceServer("the master", "run", self._answer)
 
-    def _answer(self, request: Request) -> None:
+    def _answer(self, request: ServiceRequest) -> None:
         if request.method == "allocate":
             count = request.payload["count"]
             self.asked.append(count)
@@ -254,8 +254,8 @@ def player(
 ) -> GroupPlayer:
     policy = failure_policy(name, retries, least)
     played = world.spec(**spec)
-    agent = TurnAgent(WordChat(), Limits(4, 500, 8), "")
-    own = Player(
+    agent = TurnAgent(WordChat(), EpisodeLimits(4, 500, 8), "")
+    own = EpisodePlayer(
         played,
         "",
         agent,
@@ -269,7 +269,7 @@ def player(
 
 
 def group_player(
-    own: Player,
+    own: EpisodePlayer,
     tokens: Any,
     policy: FailurePolicy,
     played: EnvironmentSpec,
@@ -308,8 +308,8 @@ async def test_every_rollout_is_kept_whole_also_of_a_group_that_is_refused_or_to
     kept = Kept()
     world = World(lambda env, message: "hang" if hang[0] and env.number == 0 else None)
     played = replace(world.spec(), tasks=lambda split: TwoTasks())
-    own = Player(
-        played, "", TurnAgent(WordChat(), Limits(4, 500, 8), "be brief"), N, patience_s=0.0
+    own = EpisodePlayer(
+        played, "", TurnAgent(WordChat(), EpisodeLimits(4, 500, 8), "be brief"), N, patience_s=0.0
     )
     one = group_player(own, Words(), failure_policy("minimum_group", 0, 2), played, kept)
     await play_within_deadline(one, lease())
@@ -320,8 +320,8 @@ async def test_every_rollout_is_kept_whole_also_of_a_group_that_is_refused_or_to
     await one.evaluate(share(0, 2, greedy=True))
     await one.close()
     refused = fails(0, 1)
-    failing = Player(
-        refused.spec(), "", TurnAgent(WordChat(), Limits(4, 500, 8), ""), N, patience_s=0.0
+    failing = EpisodePlayer(
+        refused.spec(), "", TurnAgent(WordChat(), EpisodeLimits(4, 500, 8), ""), N, patience_s=0.0
     )
     with pytest.raises(GroupFailed):
         await group_player(
@@ -429,8 +429,8 @@ async def test_a_service_that_comes_back_is_waited_for() -> None:
     world = World(
         on_reset=lambda env: None if away.is_set() else EnvironmentFailure("lost", "no server")
     )
-    agent = TurnAgent(WordChat(), Limits(4, 500, 8), "")
-    own = Player(world.spec(), "", agent, N, patience_s=20.0)
+    agent = TurnAgent(WordChat(), EpisodeLimits(4, 500, 8), "")
+    own = EpisodePlayer(world.spec(), "", agent, N, patience_s=20.0)
     one = group_player(own, Words(), failure_policy("retry", 0, 1), world.spec())
     waiting = asyncio.create_task(one.play(lease()))
     await asyncio.sleep(0.2)
@@ -457,7 +457,9 @@ async def test_the_shares_of_an_evaluation_are_every_held_out_instance_once() ->
     tokens = Words()
     world = World()
     played = replace(world.spec(), tasks=lambda split: TwoTasks())
-    own = Player(played, "", TurnAgent(WordChat(), Limits(4, 500, 8), ""), N, patience_s=0.0)
+    own = EpisodePlayer(
+        played, "", TurnAgent(WordChat(), EpisodeLimits(4, 500, 8), ""), N, patience_s=0.0
+    )
     one = group_player(own, tokens, failure_policy("minimum_group", 0, 2), played)
     results = [result for part in range(3) for result in await one.evaluate(share(part, 3))]
     assert Counter(result.group for result in results) == {"easy": 5, "hard": 5}
@@ -477,7 +479,9 @@ async def test_an_episode_that_its_environment_fails_is_a_result_and_lost_weight
 ):
     world = fails(0, 1, 2)
     played = replace(world.spec(), tasks=lambda split: TwoTasks())
-    own = Player(played, "", TurnAgent(WordChat(), Limits(4, 500, 8), ""), N, patience_s=0.0)
+    own = EpisodePlayer(
+        played, "", TurnAgent(WordChat(), EpisodeLimits(4, 500, 8), ""), N, patience_s=0.0
+    )
     one = group_player(own, Words(), failure_policy("minimum_group", 0, 2), played)
     results = await one.evaluate(share(0, 1))
     assert Counter(result.valid for result in results) == {True: 7, False: 3}

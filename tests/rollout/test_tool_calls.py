@@ -15,15 +15,15 @@ from pydantic import ValidationError
 
 from realhf.api.chat_template import TemplateChat
 from realhf.api.model import GenOutput
-from realhf.rollout.episode import Limits
+from realhf.rollout.episode import EpisodeLimits
 from realhf.rollout.openai_requests import ApiError, ChatMessage, ChatRequest
-from realhf.rollout.openai_sessions import Ending, Session, TokenLedger
+from realhf.rollout.openai_sessions import Ending, OpenAiSession, TokenLedger
 from tests.api.chat.templates import INSISTS, LLAMA3, QWEN25, SMOLLM2, tokenizer
 from tests.rollout.black_box import Endpoint, FakeTokens, chat, served, serving, spelt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-LIMITS = Limits(max_total_tokens=4000, turn_tokens=200, max_turns=40)
-LEDGER = Limits(max_total_tokens=9000, turn_tokens=100, max_turns=9)
+LIMITS = EpisodeLimits(max_total_tokens=4000, turn_tokens=200, max_turns=40)
+LEDGER = EpisodeLimits(max_total_tokens=9000, turn_tokens=100, max_turns=9)
 USER = {"role": "user", "content": "task"}
 TOOLS: list[Any] = [
     {
@@ -57,7 +57,7 @@ async def server() -> AsyncIterator[Endpoint]:
 
 
 @asynccontextmanager
-async def agent(endpoint: Endpoint, tokens: FakeTokens) -> AsyncIterator[tuple[Session, Any]]:
+async def agent(endpoint: Endpoint, tokens: FakeTokens) -> AsyncIterator[tuple[OpenAiSession, Any]]:
     """A session of ``tokens``, and what asks it for completions."""
     async with served(endpoint, tokens) as (_, session, client):
 

@@ -18,12 +18,12 @@ from realhf.api.environment import (
 )
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.rollout import RolloutOutcome
-from realhf.rollout.episode import EpisodeRequest, Limits
+from realhf.rollout.episode import EpisodeLimits, EpisodeRequest
 from realhf.rollout.player import TurnAgent
 from realhf.rollout.rollout_sample import outcomes_to_sample
 from tests.api.chat.templates import QWEN3, QWEN25, tokenizer
 
-LIMITS = Limits(max_turns=4, max_total_tokens=700, turn_tokens=80)
+LIMITS = EpisodeLimits(max_turns=4, max_total_tokens=700, turn_tokens=80)
 CHAT = TemplateChat(tokenizer(QWEN3, "<|im_end|>", (("l", "s"),)), system_prompt=None)
 STOP = CHAT.stop_ids[0]
 
@@ -86,7 +86,7 @@ class World:
 
 
 async def play(
-    engine: Engine, env: Environment, *, keep: bool = False, limits: Limits = LIMITS
+    engine: Engine, env: Environment, *, keep: bool = False, limits: EpisodeLimits = LIMITS
 ) -> RolloutOutcome:
     agent = TurnAgent(CHAT, limits, "be brief", keep_reasoning=keep)
     return await agent.play(env, EpisodeRequest(0, Task("t"), 5), engine, 3)
@@ -190,7 +190,7 @@ async def test_a_row_without_room_for_a_turn_is_not_begun() -> None:
     """Dropping makes room first: what does not fit even then ends the episode with the rows so
     far."""
     answers = [("user", "x" * 300), ("user", "y" * 9000), ("user", "z")]
-    limits = Limits(max_turns=4, max_total_tokens=300, turn_tokens=60)
+    limits = EpisodeLimits(max_turns=4, max_total_tokens=300, turn_tokens=60)
     engine = Engine(*THOUGHTS)
     outcome = await play(engine, World(*answers), limits=limits)
     assert (outcome.status, len(outcome.branches)) == ("token_budget", 1) and outcome.valid

@@ -18,7 +18,7 @@ import pytest
 
 from realhf.api.config import BuiltinModelConfig
 from realhf.tinker.options import ServerOptions
-from realhf.tinker.service import Service
+from realhf.tinker.service import TrainingService
 from tests.tinker.compute_stand_in import Compute
 
 KEY = "tml-a-key-of-these-tests-only"
@@ -117,13 +117,13 @@ def opened(tmp_path, monkeypatch):
     monkeypatch.setattr("realhf.tinker.service.ComputeProcess", Compute)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    now: list[Service] = []
+    now: list[TrainingService] = []
     with asyncio.Runner() as runner:
 
-        async def begin(options) -> Service:
+        async def begin(options) -> TrainingService:
             if now:
                 await now.pop().close()
-            service = Service(
+            service = TrainingService(
                 ServerOptions(model=str(tmp_path / "model"), root=str(tmp_path / "root"), **options)
             )
             await service.open()

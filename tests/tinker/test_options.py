@@ -11,7 +11,7 @@ import pytest
 import realhf
 from realhf.tinker import __main__ as command
 from realhf.tinker.options import ServerOptions, command_line, read_options
-from realhf.tinker.store import FAILED, FINISHED, WAITING, Store
+from realhf.tinker.store import FAILED, FINISHED, WAITING, TrainingStore
 from realhf.web.connections import HandshakeLoop
 from realhf.web.settings import SettingError
 from tests.certificates import self_signed
@@ -103,9 +103,9 @@ def test_every_option_has_a_line_of_help():
 
 def test_what_is_owed_is_found_again_and_bodies_go_when_a_state_holds_them(tmp_path):
     """A killed server leaves the file as it is; only one may have it open."""
-    store = Store(tmp_path)
+    store = TrainingStore(tmp_path)
     with pytest.raises(ValueError, match="another server uses this folder"):
-        Store(tmp_path)
+        TrainingStore(tmp_path)
     store.add_model("m", "me", "s", {"rank": 4})
     for seq in range(4):
         store.add_request(f"m:{seq}", "me", "forward_backward", "m", seq, b"body")
@@ -113,7 +113,7 @@ def test_what_is_owed_is_found_again_and_bodies_go_when_a_state_holds_them(tmp_p
     store.finish("m:1", error="no", theirs=True, info={})
     store.finish("m:0", error="late", info={})
     store.close()
-    store = Store(tmp_path)
+    store = TrainingStore(tmp_path)
     assert [(each.seq, each.body) for each in store.pending()] == [(2, b"body"), (3, b"body")]
     first = store.request("m:0")
     second = store.request("m:1")

@@ -15,9 +15,9 @@ from realhf.transport.errors import PeerLost, RpcTimeout
 from realhf.transport.service import (
     BlockingServiceClient,
     LoopServiceServer,
-    Request,
     ServiceClient,
     ServiceError,
+    ServiceRequest,
     ServiceServer,
 )
 
@@ -28,7 +28,7 @@ class Answers:
     """Answers ``echo`` at once, ``later`` from another thread after its seconds, ``never`` not at
     all."""
 
-    def __call__(self, request: Request) -> None:
+    def __call__(self, request: ServiceRequest) -> None:
         if request.method == "echo":
             request.reply([request.client, request.payload])
         elif request.method == "later":
@@ -109,7 +109,7 @@ class LoopAnswers:
         self.go = asyncio.Event()
         self.tasks: list[asyncio.Task[None]] = []
 
-    def __call__(self, request: Request) -> None:
+    def __call__(self, request: ServiceRequest) -> None:
         if request.method == "echo":
             request.reply([request.client, request.payload])
         elif request.method == "later":
@@ -117,7 +117,7 @@ class LoopAnswers:
         else:
             raise KeyError(request.method)
 
-    async def _later(self, request: Request) -> None:
+    async def _later(self, request: ServiceRequest) -> None:
         await self.go.wait()
         request.reply(request.payload)
 
@@ -168,7 +168,7 @@ class QuietAnswers:
     def __init__(self) -> None:
         self.asked = threading.Event()
 
-    def __call__(self, request: Request) -> None:
+    def __call__(self, request: ServiceRequest) -> None:
         if request.method == "never":
             self.asked.set()
         elif request.method == "echo":

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from realhf.tinker.__main__ import uvicorn_config as training_config
 from realhf.tinker.access import guard_rules
 from realhf.tinker.options import ServerOptions
-from realhf.tinker.service import Service
+from realhf.tinker.service import TrainingService
 from realhf.view.__main__ import uvicorn_config as view_config
 from realhf.view.run import RunList
 from realhf.view.server import create_app
@@ -133,7 +133,7 @@ def _training_on_a_thread(options: ServerOptions) -> Iterator[str]:
         if find_spec("tinker"):
             from realhf.tinker.routes import build_app
 
-            service = Service(options)
+            service = TrainingService(options)
             service._process = Compute(options, service._on_reply, service._on_exit)  # pyright: ignore[reportAttributeAccessIssue]
             await service.open()
             app = build_app(service)

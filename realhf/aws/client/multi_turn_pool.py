@@ -40,8 +40,8 @@ from realhf.aws.messages import OBSERVATION_CHARS, extract_command
 from realhf.base.loop_thread import LoopThread, shut_down
 from realhf.env.openenv_client import OpenEnvClient, StepResult
 from realhf.rollout.blocking_player import BatchEngine, BlockingPlayer
-from realhf.rollout.episode import EpisodeRequest, Limits
-from realhf.rollout.player import Player, TurnAgent
+from realhf.rollout.episode import EpisodeLimits, EpisodeRequest
+from realhf.rollout.player import EpisodePlayer, TurnAgent
 
 _FINALIZE_S = 2.0
 """Seconds for closing the sessions of a pool that is garbage collected."""
@@ -99,7 +99,7 @@ class MultiTurnEnvPool:
         self.size = size
         names = ("env_s", "reset_s", "generation_s", "rounds", "env_steps", "episodes")
         self.timings = dict.fromkeys(names, 0.0)
-        self._limits = Limits(max_turns, max_total_tokens, turn_tokens)
+        self._limits = EpisodeLimits(max_turns, max_total_tokens, turn_tokens)
         self._observation_chars = observation_chars
         session = {"connect_timeout_s": 20.0, "on_failure": "retry", **session}
         self._group = SessionGroup(base_url, size, curriculum, **session)
@@ -270,7 +270,7 @@ class MultiTurnEnvPool:
         retries = 1 if self._group.on_failure == "retry" else 0
         # the sessions enforce the deadline; this is a backstop
         timeout_s = 2 * self._group.message_timeout_s
-        player = Player(
+        player = EpisodePlayer(
             spec, "", agent, self.size, retries=retries, message_timeout_s=timeout_s, patience_s=0.0
         )
         clock = _TimedPolicy(policy)

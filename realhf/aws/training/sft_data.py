@@ -38,7 +38,7 @@ from realhf.aws.tasks.task import TaskError
 from realhf.base import event_loops
 from realhf.base.files import whole_file
 from realhf.rollout.episode import EpisodeRequest, RecordingEnvironment, play_episode
-from realhf.rollout.player import NO_TOKENS, Player
+from realhf.rollout.player import NO_TOKENS, EpisodePlayer
 
 
 class ScriptSpeaker:
@@ -182,7 +182,7 @@ def play_all(
         EpisodeRequest(number, episode_task(script.task)) for number, script in enumerate(scripts)
     ]
     with pooled_environment(pool, observation_chars=observation_chars, show_ids=show_ids) as spec:
-        player = Player(
+        player = EpisodePlayer(
             spec, "", agent, pool.free_count, retries=_RETRIES, message_timeout_s=MESSAGE_TIMEOUT_S
         )
         event_loops.run(player.play_and_close(wanted, NO_TOKENS))

@@ -24,7 +24,7 @@ from realhf.api.generation import Done, HeldTensor
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import GENERATE, WEIGHTS, Tracer
 from realhf.backends.embedded.compute_threads import threads as compute_threads
-from realhf.backends.embedded.decode_core import DecodeCore, Turn, remaining_tokens
+from realhf.backends.embedded.decode_core import DecodeCore, DecodeTurn, remaining_tokens
 from realhf.backends.embedded.memory import oom_message
 from realhf.backends.embedded.sampling import check_request, seed_stream
 from realhf.backends.embedded.weight_copy import copy_weights, digest_weights
@@ -54,7 +54,7 @@ class _PendingUpdate:
 
 
 @dataclass
-class _Span:
+class _StepSpan:
     """Consecutive steps that are not reported to the tracer yet."""
 
     start_ns: int
@@ -107,8 +107,8 @@ class ContinuousGenerator:
         self._version = version
         self._pause_timeout_s = pause_timeout_s
         self._condition = threading.Condition()
-        self._waiting: deque[tuple[Turn, Done]] = deque()
-        self._running: dict[int, tuple[Turn, Done]] = {}  # By slot.
+        self._waiting: deque[tuple[DecodeTurn, Done]] = deque()
+        self._running: dict[int, tuple[DecodeTurn, Done]] = {}  # By slot.
         self._to_abort: set[int] = set()
         self._to_free: set[int] = set()
         # Slots with a request in progress, to be freed when it ends.
@@ -122,7 +122,7 @@ class ContinuousGenerator:
         self._pause_start_ns = (
             0  # Wall-clock ns of the start of a weight update that requests wait for, otherwise 0.
         )
-        self._span: _Span | None = None
+        self._span: _StepSpan | None = None
         self._thread = threading.Thread(target=self._serve, name="generation", daemon=True)
         self._thread.start()
 
@@ -143,7 +143,7 @@ class ContinuousGenerator:
             int.from_bytes(os.urandom(8), "little") if request.seed is None else request.seed
         )
         budget = remaining_tokens(request, config, self._core.limit)
-        turn = Turn(request, config, frozenset(stop_ids), budget, stream)
+        turn = DecodeTurn(request, config, frozenset(stop_ids), budget, stream)
         with self._condition:
             if self._closing:
                 raise RuntimeError("the generation engine is closed")
@@ -345,7 +345,7 @@ class ContinuousGenerator:
         self._core.leave([turn for turn, _ in ended])
         self._to_free |= self._free_at_end & slots
         self._free_at_end -= slots
-        still_waiting: deque[tuple[Turn, Done]] = deque()
+        still_waiting: deque[tuple[DecodeTurn, Done]] = deque()
         for turn, done in self._waiting:
             (ended if turn.slot in slots else still_waiting).append((turn, done))
         self._waiting = still_waiting
@@ -390,7 +390,7 @@ class ContinuousGenerator:
         with self._condition:
             n_free = min(len(self._waiting), self._max_rows - len(self._running))
             candidates = [self._waiting.popleft() for _ in range(n_free)]
-        valid: dict[int, tuple[Turn, Done]] = {}
+        valid: dict[int, tuple[DecodeTurn, Done]] = {}
         for turn, done in candidates:
             error = self._find_error(turn, valid)
             if error is not None:
@@ -409,7 +409,7 @@ class ContinuousGenerator:
                 not_started = [self._running.pop(slot) for slot in [*valid][n_started:]]
                 self._waiting.extendleft(reversed(not_started))
 
-    def _find_error(self, turn: Turn, others: Mapping[int, object]) -> ValueError | None:
+    def _find_error(self, turn: DecodeTurn, others: Mapping[int, object]) -> ValueError | None:
         """Return why a request cannot start, or None. ``others`` are the slots that start with
         it."""
         if turn.slot in self._running or turn.slot in others:
@@ -432,7 +432,7 @@ class ContinuousGenerator:
             self._weight_pause_ms = (end_ns - self._pause_start_ns) * 1e-6
             self._pause_start_ns = 0
         if self._span is None:
-            self._span = _Span(start_ns, before)
+            self._span = _StepSpan(start_ns, before)
         self._span.end_ns = end_ns
         if end_ns - self._span.start_ns > _SPAN_NS:
             self._report_span()

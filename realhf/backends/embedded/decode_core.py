@@ -226,7 +226,7 @@ def remaining_tokens(request: GenRequest, config: GenConfig, limit: int) -> int:
 
 
 @dataclass(eq=False)
-class Turn:
+class DecodeTurn:
     """A request in progress and the tokens sampled for it."""
 
     request: GenRequest
@@ -307,7 +307,7 @@ class DecodeCore:
         self._max_cache_bytes: int | None = None
         self._table = RowTable(max_rows)
         self._forward_pass: FastDecoder | ModulePass | None = None
-        self._running: list[Turn] = []
+        self._running: list[DecodeTurn] = []
         # Largest (rows, columns) of the cache before it was released.
         self._largest_shape = (0, 0)
         self.generated_tokens = 0
@@ -361,7 +361,7 @@ class DecodeCore:
         self._table = RowTable(self._max_rows)
         self._forward_pass = None
 
-    def join(self, turns: Sequence[Turn]) -> int:
+    def join(self, turns: Sequence[DecodeTurn]) -> int:
         """Start as many of the first turns as there are rows for, and return their number.
 
         It is at least one if no turn is in progress. The length of a turn plus its budget must fit
@@ -441,13 +441,13 @@ class DecodeCore:
             "rollout.max_total_tokens"
         )
 
-    def leave(self, turns: Iterable[Turn]) -> None:
+    def leave(self, turns: Iterable[DecodeTurn]) -> None:
         """Remove turns from those in progress. Their tokens stay cached."""
         leaving = set(map(id, turns))
         self._running = [turn for turn in self._running if id(turn) not in leaving]
 
     @torch.inference_mode()
-    def step(self, version: int) -> list[Turn]:
+    def step(self, version: int) -> list[DecodeTurn]:
         """Run one step: a forward pass, and one sampled token for each turn whose prefix is
         complete.
 
@@ -488,14 +488,14 @@ class DecodeCore:
     def _to_index(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.model.device)
 
-    def _compute(self) -> tuple[list[Turn], Tensor]:
+    def _compute(self) -> tuple[list[DecodeTurn], Tensor]:
         """Compute the missing tokens of the turns.
 
         Returns the turns whose next token can be sampled and their logits (n, vocabulary). There is
         one pass per level of the plan; the last one also decodes the turns whose prefix is cached.
         """
         plan = self._plan()
-        turns: list[Turn] = []
+        turns: list[DecodeTurn] = []
         logits: list[Tensor] = []
         levels = 1 + max((item.level for _, item in plan), default=0)
         for level in range(levels):
@@ -520,10 +520,10 @@ class DecodeCore:
                 logits.append(self._forward().run(decoding, pieces))
         return turns, torch.cat(logits) if len(logits) > 1 else logits[0]
 
-    def _plan(self) -> list[tuple[Turn, PrefillItem]]:
+    def _plan(self) -> list[tuple[DecodeTurn, PrefillItem]]:
         """Return the turns to prefill in this step with their plans, up to the tokens of a step."""
         planned: dict[int, PrefillItem] = {}
-        plan: list[tuple[Turn, PrefillItem]] = []
+        plan: list[tuple[DecodeTurn, PrefillItem]] = []
         n_tokens = 0
         max_tokens = _STEP_TOKENS.get(self.model.device.type, _STEP_TOKENS_DEFAULT)
         for turn in self._running:
@@ -537,7 +537,7 @@ class DecodeCore:
                 self.reused_tokens += item.start
         return plan
 
-    def _build_decoding(self, ready: list[Turn]) -> Decoding | None:
+    def _build_decoding(self, ready: list[DecodeTurn]) -> Decoding | None:
         """Return the decoding of one token for each turn, None without a turn. Sorts ``ready`` by
         row."""
         if not ready:
@@ -556,7 +556,9 @@ class DecodeCore:
             )
         return self._forward_pass
 
-    def _sample_next(self, turns: list[Turn], logits: Tensor, version: int) -> list[Turn]:
+    def _sample_next(
+        self, turns: list[DecodeTurn], logits: Tensor, version: int
+    ) -> list[DecodeTurn]:
         """Sample and record the next token of each turn; return the turns that ended."""
         tokens, logprobs = self._sample(turns, logits)
         if not np.isfinite(logprobs).all():
@@ -580,7 +582,7 @@ class DecodeCore:
             self.leave(ended)
         return ended
 
-    def _sample(self, turns: list[Turn], logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    def _sample(self, turns: list[DecodeTurn], logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return sampled tokens, int64 (n,), and their log-probabilities, fp32 (n,)."""
         streams = np.array([turn.stream for turn in turns], dtype=np.uint64)
         uniform = uniform_at(streams, np.array([turn.length for turn in turns], dtype=np.int64))
@@ -611,7 +613,7 @@ class DecodeCore:
             all_logprobs[members] = logprobs.cpu().numpy()
         return all_tokens, all_logprobs
 
-    def _banned_tokens(self, turns: list[Turn], logits: Tensor) -> Tensor | None:
+    def _banned_tokens(self, turns: list[DecodeTurn], logits: Tensor) -> Tensor | None:
         """Return the tokens that turns below their minimum length may not sample, bool (n,
         vocabulary)."""
         below_minimum = [i for i, turn in enumerate(turns) if turn.below_minimum and turn.stops]

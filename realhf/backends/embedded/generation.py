@@ -16,7 +16,7 @@ import torch
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
 from realhf.backends.embedded.compute_threads import ComputeThreads, unmanaged_threads
-from realhf.backends.embedded.decode_core import DecodeCore, Turn, remaining_tokens
+from realhf.backends.embedded.decode_core import DecodeCore, DecodeTurn, remaining_tokens
 from realhf.backends.embedded.sampling import check_request, seed_stream
 
 
@@ -112,7 +112,7 @@ class EmbeddedGenerator:
 
     def _build_turns(
         self, requests: Sequence[GenRequest], config: GenConfig, stops: frozenset[int], seed: int
-    ) -> list[Turn]:
+    ) -> list[DecodeTurn]:
         """Return the turns of these requests.
 
         A request without a seed gets the random numbers of all its steps in advance, so that its
@@ -125,7 +125,7 @@ class EmbeddedGenerator:
             max(budgets), len(requests), generator=generator, dtype=torch.float64
         ).numpy()
         return [
-            Turn(
+            DecodeTurn(
                 r,
                 config,
                 stops,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from realhf.api.experiment import ModelSpec
-from realhf.backends.parallel.process_groups import GroupRanks, World
+from realhf.backends.parallel.process_groups import GroupRanks, TorchWorld
 from realhf.backends.training.checkpoint import save_state
 from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.torch_backend import TorchBackend
@@ -79,7 +79,7 @@ class GroupBackend(TorchBackend):
     """Builder of engines of the workers in ``world``. Without it, and for a role with a single
     worker, it builds the same as the backend ``torch``."""
 
-    def __init__(self, device: str = "auto", world: World | None = None) -> None:
+    def __init__(self, device: str = "auto", world: TorchWorld | None = None) -> None:
         super().__init__(device)
         self._world = world
 
@@ -95,7 +95,7 @@ class GroupBackend(TorchBackend):
         return self._build_group_engine(spec, self._world, model, tokenizer, **options)
 
     def _build_group_engine(
-        self, spec: ModelSpec, world: World, model: Any, tokenizer: Any, **options: Any
+        self, spec: ModelSpec, world: TorchWorld, model: Any, tokenizer: Any, **options: Any
     ) -> GroupEngine:
         raise NotImplementedError
 
@@ -138,7 +138,7 @@ class DdpBackend(GroupBackend):
     """Builder of engines with a copy of the model on each worker."""
 
     def _build_group_engine(
-        self, spec: ModelSpec, world: World, model: Any, tokenizer: Any, **options: Any
+        self, spec: ModelSpec, world: TorchWorld, model: Any, tokenizer: Any, **options: Any
     ) -> DdpEngine:
         ranks = GroupRanks(world, spec.workers, sharded=False, device=self._device)
         return DdpEngine(model, tokenizer, ranks=ranks, role=spec.role, **options)

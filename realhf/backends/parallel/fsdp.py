@@ -32,7 +32,7 @@ from realhf.api.parallel import HeldInParts
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.generation import EmbeddedGenerator
 from realhf.backends.parallel.ddp import GroupBackend, GroupEngine
-from realhf.backends.parallel.process_groups import GroupRanks, World, build_mesh
+from realhf.backends.parallel.process_groups import GroupRanks, TorchWorld, build_mesh
 from realhf.backends.training.checkpoint import persistent_buffers
 from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.tokenizer_loading import ModelLoadError, check_folder
@@ -458,7 +458,7 @@ class FsdpBackend(GroupBackend):
         return load_value_model(model, spec.path, spec.role) if spec.head == "value" else model
 
     def _build_group_engine(
-        self, spec: ModelSpec, world: World, model: Any, tokenizer: Any, **options: Any
+        self, spec: ModelSpec, world: TorchWorld, model: Any, tokenizer: Any, **options: Any
     ) -> FsdpEngine:
         if spec.lora is not None:
             raise ValueError(

@@ -135,7 +135,7 @@ class RendezvousStore:
         )
 
 
-class World:
+class TorchWorld:
     """This worker's membership in the torch.distributed world of a run.
 
     Args:
@@ -347,7 +347,7 @@ class GroupRanks(Ranks):
     """
 
     def __init__(
-        self, world: World, workers: Sequence[int], *, sharded: bool, device: torch.device
+        self, world: TorchWorld, workers: Sequence[int], *, sharded: bool, device: torch.device
     ) -> None:
         self._world = world
         self._device = device
@@ -536,7 +536,11 @@ def list_groups(workers: Sequence[int], parallel: Parallel, *, cut: bool) -> lis
 
 
 def build_mesh(
-    world: World, workers: Sequence[int], parallel: Parallel, ranks: GroupRanks, device_type: str
+    world: TorchWorld,
+    workers: Sequence[int],
+    parallel: Parallel,
+    ranks: GroupRanks,
+    device_type: str,
 ) -> DeviceMesh:
     """Return the device mesh of a role, (fsdp,) or (dp, fsdp).
 

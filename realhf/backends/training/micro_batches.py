@@ -18,7 +18,7 @@ from realhf.backends.training.sequence_packing import (
     BATCH_TOKENS,
     ROW_TOKENS,
     SMALL,
-    Row,
+    PackedRow,
     SequenceInputs,
     packed_batches,
     row_batches,
@@ -92,7 +92,7 @@ class MicroBatch:
     """Sequences of the micro-batch."""
     place: torch.Tensor
     """Index in the batch of each packed L-1 entry of ``sample``, i64 (sum of L-1,)."""
-    rows: tuple[Row, ...]
+    rows: tuple[PackedRow, ...]
     """Rows to compute, made of sequences of ``sample``; empty if there is nothing to compute."""
     packed: bool = False
     """Whether the rows are concatenated without padding."""
@@ -162,7 +162,7 @@ def split_micro_batches(
 
 def _build_shared_rows(
     inputs: SequenceInputs, n_ranks: int, max_row: int, longest: int
-) -> list[Row] | None:
+) -> list[PackedRow] | None:
     """Return rows that compute common prefixes once, or None if that saves too little."""
     if len(inputs.scored) < 2:
         return None
@@ -178,8 +178,8 @@ def _build_shared_rows(
 
 
 def _split_passes(
-    rows: list[Row], inputs: SequenceInputs, spec: MicroBatchSpec, packed: bool
-) -> list[list[Row]]:
+    rows: list[PackedRow], inputs: SequenceInputs, spec: MicroBatchSpec, packed: bool
+) -> list[list[PackedRow]]:
     """Return rows of similar length in passes within the budget, the pass with the most positions
     first."""
     cap = spec.max_tokens_per_mb
@@ -203,7 +203,7 @@ def _split_passes(
     return sorted(passes, key=lambda chosen: -len(chosen) * max(row.length for row in chosen))
 
 
-def _split_by_mask(rows: list[Row]) -> tuple[list[Row], list[Row]]:
+def _split_by_mask(rows: list[PackedRow]) -> tuple[list[PackedRow], list[PackedRow]]:
     """Return the rows that need an attention mask and those that do not.
 
     If the latter are too few for passes of their own, all rows are returned together.
@@ -215,12 +215,12 @@ def _split_by_mask(rows: list[Row]) -> tuple[list[Row], list[Row]]:
     return (rows, []) if shared else ([], rows)
 
 
-def _is_divisible(pass_rows: Sequence[Row]) -> bool:
+def _is_divisible(pass_rows: Sequence[PackedRow]) -> bool:
     """Return whether a pass has at least two sequences."""
     return len(pass_rows) > 1 or not pass_rows[0].is_single
 
 
-def _halve_largest(passes: list[list[Row]], inputs: SequenceInputs) -> None:
+def _halve_largest(passes: list[list[PackedRow]], inputs: SequenceInputs) -> None:
     """Split the pass with the most tokens among those with at least two sequences, in place."""
     divisible = [i for i, pass_rows in enumerate(passes) if _is_divisible(pass_rows)]
     largest = max(divisible, key=lambda i: (sum(row.length for row in passes[i]), -i))
@@ -233,7 +233,7 @@ def _halve_largest(passes: list[list[Row]], inputs: SequenceInputs) -> None:
 
 
 def _build_micro_batch(
-    sample: SequenceSample, inputs: SequenceInputs, rows: list[Row], unscored: list[int]
+    sample: SequenceSample, inputs: SequenceInputs, rows: list[PackedRow], unscored: list[int]
 ) -> MicroBatch:
     """Return the micro-batch of these rows and of the ``unscored`` sequences, which are not
     computed."""

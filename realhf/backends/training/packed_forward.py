@@ -29,7 +29,7 @@ from realhf.backends.training.selected_logprobs import scale_and_cap, selected_l
 from realhf.backends.training.sequence_packing import (
     BATCH_TOKENS,
     ROW_TOKENS,
-    Row,
+    PackedRow,
     RowPass,
     SequenceInputs,
     build_masks,
@@ -320,7 +320,9 @@ class PackedForward:
             None if self._kernel is not None else BATCH_TOKENS if self.packs else ROW_TOKENS
         )
 
-    def __call__(self, sample: SequenceSample, rows: Sequence[Row] | None = None) -> PackedOutputs:
+    def __call__(
+        self, sample: SequenceSample, rows: Sequence[PackedRow] | None = None
+    ) -> PackedOutputs:
         """Return the outputs at scored positions: where ``loss_mask`` is True at the predicted
         token, or everywhere without one.
 
@@ -435,7 +437,7 @@ class PackedForward:
 
     @torch.no_grad()
     def _find_layout_problem(
-        self, build_pass: Callable[[Sequence[Row], SequenceInputs], RowPass]
+        self, build_pass: Callable[[Sequence[PackedRow], SequenceInputs], RowPass]
     ) -> str:
         """Compare hidden states of sequences with common prefixes, in rows laid out by
         ``build_pass``, with those of the same sequences in separate padded rows. They differ if a

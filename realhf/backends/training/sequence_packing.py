@@ -84,7 +84,7 @@ a row, and the cost of attention with it, grow with the square."""
 
 
 @dataclass(frozen=True)
-class Row:
+class PackedRow:
     """Sequences that are computed in one row."""
 
     members: tuple[int, ...]
@@ -100,10 +100,10 @@ class Row:
         return len(self.members) == 1
 
 
-def single_rows(members: Sequence[int], inputs: Sequence[np.ndarray]) -> list[Row]:
+def single_rows(members: Sequence[int], inputs: Sequence[np.ndarray]) -> list[PackedRow]:
     """Return a row for each of the sequences ``members``; ``inputs`` are the input tokens of all
     sequences."""
-    return [Row((i,), (0,), len(inputs[i])) for i in members]
+    return [PackedRow((i,), (0,), len(inputs[i])) for i in members]
 
 
 def shared_rows(
@@ -111,7 +111,7 @@ def shared_rows(
     inputs: Sequence[np.ndarray],
     max_tokens: int = ROW_TOKENS,
     longest: int = 0,
-) -> list[Row]:
+) -> list[PackedRow]:
     """Return the sequences ``members`` in rows that compute common prefixes once.
 
     A sequence without a common prefix starts a new row. The result does not depend on the order of
@@ -125,7 +125,7 @@ def shared_rows(
             Otherwise a prefix of about ``max_tokens`` tokens would be computed for each sequence.
     """
     order = sorted(members, key=lambda i: (inputs[i].astype(">u4").tobytes(), i))
-    rows: list[Row] = []
+    rows: list[PackedRow] = []
     current: list[int] = []
     shared: list[int] = []
     length = 0
@@ -138,16 +138,16 @@ def shared_rows(
             length += len(inputs[i]) - common
             continue
         if current:
-            rows.append(Row(tuple(current), tuple(shared), length))
+            rows.append(PackedRow(tuple(current), tuple(shared), length))
         current = [i]
         shared = [0]
         length = len(inputs[i])
     if current:
-        rows.append(Row(tuple(current), tuple(shared), length))
+        rows.append(PackedRow(tuple(current), tuple(shared), length))
     return rows
 
 
-def split_row(row: Row, inputs: Sequence[np.ndarray]) -> tuple[Row, Row]:
+def split_row(row: PackedRow, inputs: Sequence[np.ndarray]) -> tuple[PackedRow, PackedRow]:
     """Return a row of several sequences as two of about equal length. Both compute their common
     prefix."""
     ends = np.cumsum([len(inputs[i]) - s for i, s in zip(row.members, row.shared, strict=True)])
@@ -157,9 +157,11 @@ def split_row(row: Row, inputs: Sequence[np.ndarray]) -> tuple[Row, Row]:
     )
 
 
-def _row(members: tuple[int, ...], shared: tuple[int, ...], inputs: Sequence[np.ndarray]) -> Row:
+def _row(
+    members: tuple[int, ...], shared: tuple[int, ...], inputs: Sequence[np.ndarray]
+) -> PackedRow:
     """Return the row of these sequences, with its length."""
-    return Row(
+    return PackedRow(
         members, shared, sum(len(inputs[i]) - s for i, s in zip(members, shared, strict=True))
     )
 
@@ -183,7 +185,7 @@ class RowLayout:
     """For each sequence, the columns of its tokens, int64."""
 
 
-def build_row_layout(row: Row, inputs: Sequence[np.ndarray]) -> RowLayout:
+def build_row_layout(row: PackedRow, inputs: Sequence[np.ndarray]) -> RowLayout:
     """Return the layout of the columns of a row."""
     tokens = np.empty(row.length, dtype=np.int64)
     depth = np.empty(row.length, dtype=np.int64)
@@ -197,7 +199,7 @@ def build_row_layout(row: Row, inputs: Sequence[np.ndarray]) -> RowLayout:
     return RowLayout(tokens, depth, tuple(columns))
 
 
-def build_visibility(row: Row, row_layout: RowLayout, width: int) -> np.ndarray:
+def build_visibility(row: PackedRow, row_layout: RowLayout, width: int) -> np.ndarray:
     """Return bool (width, width), indexed [query column, key column]: whether the query sees the
     key. A padding column sees itself, because a softmax over nothing is NaN."""
     visible = np.eye(width, dtype=bool)
@@ -294,7 +296,7 @@ class RowPass:
     """Layout for attention by pieces of the rows."""
 
 
-def build_padded_pass(rows: Sequence[Row], inputs: SequenceInputs) -> RowPass:
+def build_padded_pass(rows: Sequence[PackedRow], inputs: SequenceInputs) -> RowPass:
     """Return the padded pass of ``rows`` (at least one) over sequences of ``inputs``, with ``visible``
     if any row has several sequences.
 
@@ -333,7 +335,7 @@ def build_padded_pass(rows: Sequence[Row], inputs: SequenceInputs) -> RowPass:
 
 
 def build_packed_pass(
-    rows: Sequence[Row], inputs: SequenceInputs, kernel: Kernel | None
+    rows: Sequence[PackedRow], inputs: SequenceInputs, kernel: Kernel | None
 ) -> RowPass:
     """Return the pass of ``rows`` (at least one) concatenated without padding, for attention by
     ``kernel``, or by trees if it is None."""

@@ -38,7 +38,7 @@ from realhf.dataflow.journal.journal import (
 
 
 @dataclass(frozen=True)
-class Tally:
+class JournalTally:
     """Number of samples by outcome, in the final lineage: a resumption after step s undoes later
     steps."""
 
@@ -194,10 +194,10 @@ class _SampleTracker:
     def _counts(self) -> Counter[str]:
         return self.counts_before + Counter(self.state_of.values())
 
-    def build_tally(self) -> Tally:
+    def build_tally(self) -> JournalTally:
         """Return the tally of the records read so far."""
         counts = self._counts()
-        return Tally(
+        return JournalTally(
             admitted=counts.total(),
             consumed=counts["consumed"],
             rejected=counts["rejected"],
@@ -215,7 +215,7 @@ class _SampleTracker:
         )
 
 
-def audit(frames: Iterable[Sequence[Record]]) -> Tally:
+def audit(frames: Iterable[Sequence[Record]]) -> JournalTally:
     """Return the tally of a history. ``frames``: the records of each append, in order."""
     tracker = _SampleTracker()
     for frame in frames:
@@ -223,7 +223,7 @@ def audit(frames: Iterable[Sequence[Record]]) -> Tally:
     return tracker.build_tally()
 
 
-def audit_folder(folder: Path) -> Tally:
+def audit_folder(folder: Path) -> JournalTally:
     """Return the tally of a journal with its archive; the journal may be in use.
 
     Raises JournalError if there is none or a segment before the last one is damaged.

@@ -202,7 +202,7 @@ class JournalDamaged(JournalError):
     """A part of the journal is missing or altered. Nothing was changed."""
 
 
-class _Entry(NamedTuple):
+class _QueuedFrame(NamedTuple):
     """A frame to be written."""
 
     number: int
@@ -238,7 +238,7 @@ class Journal:
         self._archive = archive
         self._changed = threading.Condition()
         """Guards all fields that the loop and the writer's thread share."""
-        self._waiting: list[_Entry] = []
+        self._waiting: list[_QueuedFrame] = []
         self._waiters: list[_Waiter] = []
         self._synced_at = -SYNC_INTERVAL_S
         self._number = 0
@@ -357,7 +357,7 @@ class Journal:
         with self._changed:
             self._check()
             self._number += 1
-            self._waiting.append(_Entry(self._number, frame, begins_segment))
+            self._waiting.append(_QueuedFrame(self._number, frame, begins_segment))
             if len(self._waiting) in (1, SYNC_RECORDS):
                 self._changed.notify_all()
             return self._number
@@ -389,7 +389,7 @@ class Journal:
                 self._waiters = []
             _wake(done, JournalError(f"{self._folder} could not be written: {error}"))
 
-    def _take_entries(self) -> list[_Entry]:
+    def _take_entries(self) -> list[_QueuedFrame]:
         """Wait for entries and collect them until it is time to sync; [] when the journal is
         closed."""
         with self._changed:
@@ -404,7 +404,7 @@ class Journal:
             self._waiting = []
             return entries
 
-    def _write(self, entries: Sequence[_Entry]) -> None:
+    def _write(self, entries: Sequence[_QueuedFrame]) -> None:
         first_needed = 0
         part: list[bytes] = []
         for entry in entries:

@@ -28,7 +28,7 @@ from realhf.dataflow.rollouts.control import (
 from realhf.dataflow.rollouts.held_out import Deliver, HeldOutEvaluations
 from realhf.dataflow.rollouts.metrics import GenerationMetrics, episode_texts, rollout_metrics
 from realhf.dataflow.rollouts.rollout_state import EvaluationQueue, SampleLocations
-from realhf.dataflow.rollouts.sample_queue import SampleQueue, Task
+from realhf.dataflow.rollouts.sample_queue import QueuedTask, SampleQueue
 from realhf.dataflow.rollouts.staleness import StalenessManager, StragglerGate
 from realhf.dataflow.rollouts.stream_loader import Receivers, StreamLoader
 from realhf.dataflow.rollouts.weight_updates import SelfTest, WeightUpdates
@@ -308,7 +308,7 @@ class AsyncRollouts(StepSource):
         if lost:
             self._ledger.append(*lost, Draw(self._queue.state()))
         tasks = [
-            Task(
+            QueuedTask(
                 SourceItem(**admit.item),
                 admit.attempt + 1,
                 admit.failures,

@@ -64,11 +64,16 @@ from realhf.dataflow.journal.journal import (
 )
 from realhf.dataflow.journal.ledger import RolloutLedger
 from realhf.dataflow.rollouts.rollout_state import EvaluationQueue, SampleLocations
-from realhf.dataflow.rollouts.sample_queue import PendingRequests, SampleQueue, Task, add_metadata
+from realhf.dataflow.rollouts.sample_queue import (
+    PendingRequests,
+    QueuedTask,
+    SampleQueue,
+    add_metadata,
+)
 from realhf.dataflow.rollouts.staleness import StalenessManager, StragglerGate
 from realhf.transport.codec import decode_sample
 from realhf.transport.network import LOOPBACK, Network
-from realhf.transport.service import LoopServiceServer, Request
+from realhf.transport.service import LoopServiceServer, ServiceRequest
 
 _log = logging.getLogger(__name__)
 LEASE_GRACE_S = 30.0
@@ -104,7 +109,7 @@ class RolloutRules:
     signal: GroupSignal = field(default_factory=GroupSignal)
     """Decides whether a group of episodes has a learning signal (its rewards are not all equal)."""
 
-    def mark_suspect(self, task: Task) -> Task:
+    def mark_suspect(self, task: QueuedTask) -> QueuedTask:
         """Return a task that comes back, marked as a suspect if one more death would be its
         last."""
         return replace(task, suspect=task.deaths >= max(1, self.max_deaths - 1))
@@ -114,7 +119,7 @@ class RolloutRules:
 class _Lease:
     """A sample in play."""
 
-    task: Task
+    task: QueuedTask
     """The sample and its attempts so far."""
     worker: str
     """The worker incarnation that plays it."""
@@ -311,13 +316,13 @@ class RolloutControl:
             self.wake()
         return leases
 
-    def _build_draw(self, first: Task) -> Draw:
+    def _build_draw(self, first: QueuedTask) -> Draw:
         """Return the record of a draw from the source whose first item, ``first``, has already left
         the queue."""
         state = self._queue.state()
         return Draw({**state, "drawn": [first.item.to_map(), *state["drawn"]]})
 
-    def _lease(self, task: Task, worker: str) -> RolloutLease:
+    def _lease(self, task: QueuedTask, worker: str) -> RolloutLease:
         if task.order is None:
             task = replace(task, order=self._next_order)
             self._next_order += 1
@@ -560,7 +565,7 @@ class RolloutControl:
 
     def restore(
         self,
-        open_tasks: Sequence[Task],
+        open_tasks: Sequence[QueuedTask],
         staged: Mapping[str, tuple[Admit, SequenceSample]],
         replay: Mapping[int, Sequence[str]],
         next_order: int,
@@ -634,12 +639,12 @@ class RolloutService:
             task.cancel()
         await self._server.close()
 
-    def _start_answer(self, request: Request) -> None:
+    def _start_answer(self, request: ServiceRequest) -> None:
         task = self._loop.create_task(self._answer(request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, request: Request) -> None:
+    async def _answer(self, request: ServiceRequest) -> None:
         try:
             if request.method not in CALLS:
                 raise ValueError(f"there is no request {request.method!r}")

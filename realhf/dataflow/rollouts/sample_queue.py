@@ -27,7 +27,7 @@ def add_metadata(meta: SequenceSample, item: Mapping[str, Any]) -> SequenceSampl
 
 
 @dataclass(frozen=True)
-class Task:
+class QueuedTask:
     """A sample that waits to be admitted, with its history."""
 
     item: SourceItem
@@ -66,9 +66,9 @@ class SampleQueue:
     """Draws since this object was created."""
     drawn: deque[SourceItem] = field(default_factory=deque)
     """Items that are drawn and not admitted."""
-    _returned: list[tuple[int, str, Task]] = field(default_factory=list)
+    _returned: list[tuple[int, str, QueuedTask]] = field(default_factory=list)
     """Heap of tasks that came back, by order of admission."""
-    _suspects: list[tuple[int, str, Task]] = field(default_factory=list)
+    _suspects: list[tuple[int, str, QueuedTask]] = field(default_factory=list)
     """Heap of suspects that came back, by order of admission."""
 
     @property
@@ -86,7 +86,7 @@ class SampleQueue:
         """Whether there is nothing to take and the source is exhausted."""
         return self.exhausted and not self.drawn and not self.n_returned
 
-    def take(self, *, suspects: bool = True) -> Task | None:
+    def take(self, *, suspects: bool = True) -> QueuedTask | None:
         """Remove and return the next task, or None when there are no more. ``suspects=False`` skips
         suspects."""
         waiting = [heap for heap in (self._returned, self._suspects if suspects else None) if heap]
@@ -97,9 +97,9 @@ class SampleQueue:
             self.exhausted = len(items) < self.batch_size
             self.drawn.extend(items)
             self.draws += 1
-        return Task(self.drawn.popleft()) if self.drawn else None
+        return QueuedTask(self.drawn.popleft()) if self.drawn else None
 
-    def give_back(self, task: Task) -> None:
+    def give_back(self, task: QueuedTask) -> None:
         """Queue a task that is to be played again."""
         heap = self._suspects if task.suspect else self._returned
         heapq.heappush(heap, (-1 if task.order is None else task.order, task.item.id, task))

@@ -21,7 +21,7 @@ from transformers import (
 from realhf.api.config import GenConfig
 from realhf.api.model import GenRequest
 from realhf.api.sample import SequenceSample
-from realhf.backends.embedded.decode_core import DecodeCore, Turn
+from realhf.backends.embedded.decode_core import DecodeCore, DecodeTurn
 from realhf.backends.embedded.generation import EmbeddedGenerator
 from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.torch_backend import load_causal_lm
@@ -176,7 +176,7 @@ def test_a_row_that_idles_does_not_lengthen_the_text_of_others() -> None:
     core = DecodeCore(model)
     over = []
     turns = [
-        Turn(
+        DecodeTurn(
             GenRequest(slot, [5 + slot] * 9),
             GenConfig(max_new_tokens=24),
             frozenset(),

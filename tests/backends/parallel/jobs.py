@@ -15,18 +15,18 @@ import torch
 from torch import nn
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from realhf.backends.parallel.process_groups import GroupRanks, World
+from realhf.backends.parallel.process_groups import GroupRanks, TorchWorld
 from realhf.backends.training import checkpoint
 
 CPU = torch.device("cpu")
 
 
-def ranks_of(world: World, size: int, sharded: bool = False) -> GroupRanks:
+def ranks_of(world: TorchWorld, size: int, sharded: bool = False) -> GroupRanks:
     world.create_groups([range(size)])
     return GroupRanks(world, range(size), sharded=sharded, device=CPU)
 
 
-def overlapping(world: World, rank: int, size: int) -> dict[str, list[float]]:
+def overlapping(world: TorchWorld, rank: int, size: int) -> dict[str, list[float]]:
     """Sum in groups that share members without being equal, one after the other."""
     groups = ([0, 1], [1, 2], [0, 1, 2], [0, 2], [0, 1])
     found = {}
@@ -41,7 +41,7 @@ def overlapping(world: World, rank: int, size: int) -> dict[str, list[float]]:
     return found
 
 
-def one_never_loads(world: World, rank: int, size: int) -> None:
+def one_never_loads(world: TorchWorld, rank: int, size: int) -> None:
     """The last worker founds the group with the others, and does not come for it."""
     world.create_groups([range(size)])
     if rank < size - 1:
@@ -49,14 +49,14 @@ def one_never_loads(world: World, rank: int, size: int) -> None:
         world.group(range(size))
 
 
-def one_sees_a_gpu(world: World, rank: int, size: int) -> None:
+def one_sees_a_gpu(world: TorchWorld, rank: int, size: int) -> None:
     """Meet once more, the last one as on a host with a GPU."""
     world._store = PrefixStore("again", world._store)
     world.cuda = rank == size - 1
     world._compare_devices(timedelta(seconds=30))
 
 
-def sums(world: World, rank: int, size: int) -> dict[str, Any]:
+def sums(world: TorchWorld, rank: int, size: int) -> dict[str, Any]:
     ranks = ranks_of(world, size)
     alone = (ranks.rank, ranks.size, ranks.select_rows([1, 1, 1]))
     parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))]
@@ -84,7 +84,7 @@ def sums(world: World, rank: int, size: int) -> dict[str, Any]:
     return {**found, "alone": alone, "after": ranks.size}
 
 
-def a_write_fails(world: World, rank: int, size: int, folder: Path) -> None:
+def a_write_fails(world: TorchWorld, rank: int, size: int, folder: Path) -> None:
     """The last rank has no room for its shards."""
     ranks = ranks_of(world, size)
     if rank == size - 1:
@@ -98,7 +98,7 @@ def a_write_fails(world: World, rank: int, size: int, folder: Path) -> None:
         checkpoint.save_shards(folder, {"weights/x": torch.ones(3)}, ranks.group, ranks.number)
 
 
-def another_call(world: World, rank: int, size: int) -> None:
+def another_call(world: TorchWorld, rank: int, size: int) -> None:
     with ranks_of(world, size).together(f"call {min(rank, 1)}"):
         pass
 
@@ -110,7 +110,7 @@ class Unbreakable:
         raise RuntimeError("NCCL does not know this communicator")
 
 
-def one_fails(world: World, rank: int, size: int, how: str) -> float:
+def one_fails(world: TorchWorld, rank: int, size: int, how: str) -> float:
     """The last rank raises, or is killed, while the others wait in a sum; or all but it are told to
     break off."""
     ranks = ranks_of(world, size)

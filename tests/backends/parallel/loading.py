@@ -20,7 +20,7 @@ from realhf.api.parallel import Parallel
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.parallel import fsdp
 from realhf.backends.parallel.fsdp import FsdpBackend
-from realhf.backends.parallel.process_groups import World, list_groups
+from realhf.backends.parallel.process_groups import TorchWorld, list_groups
 from realhf.base.tensor_digest import digests
 
 LOADED_WHOLE = "is loaded whole on each worker"
@@ -51,7 +51,7 @@ class Watched(FsdpBackend):
 
 
 def load_all(
-    world: World, rank: int, size: int, folders: Sequence[tuple[str, str]], out: str
+    world: TorchWorld, rank: int, size: int, folders: Sequence[tuple[str, str]], out: str
 ) -> list[dict[str, Any]]:
     """Load each folder (with its head) twice, part by part and whole; train a step; gather."""
     told: list[str] = []
@@ -73,7 +73,9 @@ def load_all(
     return found
 
 
-def _outcome(world: World, rank: int, size: int, path: str, head: str, out: Path) -> dict[str, Any]:
+def _outcome(
+    world: TorchWorld, rank: int, size: int, path: str, head: str, out: Path
+) -> dict[str, Any]:
     parallel = Parallel(fsdp=size)
     workers = tuple(range(size))
     world.create_groups(list_groups(workers, parallel, cut=True))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from realhf.backends.parallel.process_groups import RendezvousStore, World
+from realhf.backends.parallel.process_groups import RendezvousStore, TorchWorld
 
 DEADLINE_S = 120.0
 JOBS = ["tests.backends.parallel.jobs", "tests.backends.parallel.training"]
@@ -90,7 +90,7 @@ def _serve(
 
     torch.set_num_threads(1)
     try:
-        world = World(
+        world = TorchWorld(
             address, rank, range(size), join_s=DEADLINE_S, timeout_s=timeout_s, token="a run"
         )
         out.send(Outcome(job(world, rank, *arguments)))

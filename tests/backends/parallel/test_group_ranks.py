@@ -12,7 +12,7 @@ from torch import Tensor
 from realhf.api.model import ForwardOutputs
 from realhf.api.parallel import CollectiveBroken
 from realhf.api.sample import SequenceSample
-from realhf.backends.parallel.process_groups import GroupRanks, RendezvousStore, World
+from realhf.backends.parallel.process_groups import GroupRanks, RendezvousStore, TorchWorld
 from realhf.backends.training.torch_engine import TorchEngine
 from tests.backends.parallel import jobs, training
 from tests.backends.parallel.rank_processes import results, run_ranks
@@ -55,11 +55,11 @@ def test_a_failure_of_one_rank_breaks_off_all(how: str) -> None:
 
 
 @pytest.fixture
-def lonely_world() -> Iterator[World]:
+def lonely_world() -> Iterator[TorchWorld]:
     """A world of one rank, whose collectives do nothing: so nothing fails in them when it is broken
     off."""
     meeting = RendezvousStore(1, 60.0)
-    world = World(meeting.address, 0, [0], join_s=60.0, timeout_s=60.0)
+    world = TorchWorld(meeting.address, 0, [0], join_s=60.0, timeout_s=60.0)
     world.create_groups([[0]])
     yield world
     world.close()
@@ -67,7 +67,7 @@ def lonely_world() -> Iterator[World]:
 
 @pytest.mark.parametrize("loss", ["finite", "not finite"])
 def test_a_rank_that_is_broken_off_without_an_error_neither_steps_nor_answers(
-    lonely_world: World, loss: str
+    lonely_world: TorchWorld, loss: str
 ) -> None:
     """A GPU ends a collective that is broken off with a part of its sums and says nothing: the
     optimizer used to step on them, or to skip the step, and the rank answered success."""
@@ -90,7 +90,7 @@ def test_a_rank_that_is_broken_off_without_an_error_neither_steps_nor_answers(
     )
 
 
-def test_a_call_that_was_broken_off_at_its_very_end_has_failed(lonely_world: World) -> None:
+def test_a_call_that_was_broken_off_at_its_very_end_has_failed(lonely_world: TorchWorld) -> None:
     ranks = GroupRanks(lonely_world, [0], sharded=True, device=torch.device("cpu"))
     with ranks.together("step 1"):
         pass

@@ -24,7 +24,7 @@ from realhf.api.parallel import Parallel
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.parallel.ddp import DdpEngine
 from realhf.backends.parallel.fsdp import FsdpEngine
-from realhf.backends.parallel.process_groups import GroupRanks, World, build_mesh, list_groups
+from realhf.backends.parallel.process_groups import GroupRanks, TorchWorld, build_mesh, list_groups
 from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.torch_backend import ValueModel
 from realhf.backends.training.torch_engine import TorchEngine
@@ -170,7 +170,7 @@ def published_steps(engine_of: Callable[[Any], Any], name: str) -> list[dict[str
 
 
 def published_on_ranks(
-    world: World, rank: int, size: int, parallel: Parallel
+    world: TorchWorld, rank: int, size: int, parallel: Parallel
 ) -> dict[str, list[dict[str, float]]]:
     """The two steps of every algorithm on ranks."""
     return {
@@ -194,7 +194,7 @@ def algorithm(name: str) -> Any:
     )
 
 
-def engine_on(world: World, size: int, parallel: Parallel, model: Any) -> Any:
+def engine_on(world: TorchWorld, size: int, parallel: Parallel, model: Any) -> Any:
     """An engine with copies of the model, or with the model cut."""
     options = {"optimizer": OptimizerConfig(lr=1e-2), "total_train_steps": 10}
     world.create_groups(list_groups(range(size), parallel, cut=parallel.fsdp > 1))
@@ -205,7 +205,7 @@ def engine_on(world: World, size: int, parallel: Parallel, model: Any) -> Any:
     return FsdpEngine(model, None, ranks=ranks, mesh=mesh, role="actor", **options)
 
 
-def one_shares_no_prefixes(world: World, rank: int, size: int, parallel: Parallel) -> None:
+def one_shares_no_prefixes(world: TorchWorld, rank: int, size: int, parallel: Parallel) -> None:
     """The last rank has found that the model does not follow trees of rows, e.g. for want of
     memory."""
     if rank == size - 1:
@@ -264,7 +264,9 @@ def ppo_steps(actor: Any, critic: Any) -> list[dict[str, float]]:
     return found
 
 
-def ppo_on_ranks(world: World, rank: int, size: int, parallel: Parallel) -> list[dict[str, float]]:
+def ppo_on_ranks(
+    world: TorchWorld, rank: int, size: int, parallel: Parallel
+) -> list[dict[str, float]]:
     """The same of a rank, which is given the whole batch."""
     actor = engine_on(world, size, parallel, tiny_model())
     return ppo_steps(actor, engine_on(world, size, parallel, ValueModel(tiny_model())))
@@ -285,7 +287,7 @@ def tokens(engine: Any) -> list[list[int]]:
 
 
 def on_ranks(
-    world: World, rank: int, size: int, parallel: Parallel, name: str, tied: bool
+    world: TorchWorld, rank: int, size: int, parallel: Parallel, name: str, tied: bool
 ) -> Mapping[str, Any]:
     """Five steps on ranks, and what the model says then."""
     engine = engine_on(world, size, parallel, tiny_model(tied))
@@ -305,7 +307,9 @@ def on_ranks(
     return found
 
 
-def saved_by(world: World, rank: int, size: int, parallel: Parallel, folder: Path) -> list[str]:
+def saved_by(
+    world: TorchWorld, rank: int, size: int, parallel: Parallel, folder: Path
+) -> list[str]:
     """Train two steps, score a batch and save; the files of this rank."""
     engine = engine_on(world, size, parallel, tiny_model())
     steps(engine, "grpo", range(2))
@@ -316,7 +320,7 @@ def saved_by(world: World, rank: int, size: int, parallel: Parallel, folder: Pat
 
 
 def loaded_by(
-    world: World, rank: int, size: int, parallel: Parallel, folders: Sequence[Path]
+    world: TorchWorld, rank: int, size: int, parallel: Parallel, folders: Sequence[Path]
 ) -> list[Any]:
     """Load each folder and go on from there: the statistics of the next step."""
     engine = engine_on(world, size, parallel, tiny_model())
@@ -327,12 +331,14 @@ def loaded_by(
     return found
 
 
-def loaded_by_another(world: World, rank: int, size: int, parallel: Parallel, folder: Path) -> None:
+def loaded_by_another(
+    world: TorchWorld, rank: int, size: int, parallel: Parallel, folder: Path
+) -> None:
     """Load a folder into a model of another architecture."""
     engine_on(world, size, parallel, tiny_model(tied=False)).load_checkpoint(folder)
 
 
-def copies_that_differ(world: World, rank: int, size: int) -> list[str]:
+def copies_that_differ(world: TorchWorld, rank: int, size: int) -> list[str]:
     """What is said where every rank but the first has another weight."""
     model = tiny_model()
     if rank:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from realhf.backends.training import tree_attention, varlen_attention
 from realhf.backends.training.sequence_packing import (
-    Row,
+    PackedRow,
     RowLayout,
     build_row_layout,
     build_visibility,
@@ -46,7 +46,7 @@ def attended(
 
 def trees_of(
     tokens: list[np.ndarray], most: int = 4096
-) -> tuple[RowTrees, list[Row], list[RowLayout]]:
+) -> tuple[RowTrees, list[PackedRow], list[RowLayout]]:
     """The rows of some sequences, behind each other, and what their columns see."""
     rows = shared_rows(range(len(tokens)), tokens, most)
     layouts = [build_row_layout(row, tokens) for row in rows]

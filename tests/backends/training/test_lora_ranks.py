@@ -13,7 +13,7 @@ import torch
 from realhf.api.config import LoraConfig, OptimizerConfig
 from realhf.api.parallel import Parallel
 from realhf.backends.parallel.ddp import DdpEngine
-from realhf.backends.parallel.process_groups import GroupRanks, World, list_groups
+from realhf.backends.parallel.process_groups import GroupRanks, TorchWorld, list_groups
 from realhf.backends.training.torch_engine import TorchEngine
 from tests.backends.parallel import training
 from tests.backends.parallel.rank_processes import results, run_ranks
@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def on_ranks(world: World, rank: int, folder: Path) -> dict[str, Any]:
+def on_ranks(world: TorchWorld, rank: int, folder: Path) -> dict[str, Any]:
     """Two steps, a checkpoint, one more step; then that step again, from the checkpoint."""
     world.create_groups(list_groups(range(2), Parallel(dp=2), cut=False))
     ranks = GroupRanks(world, range(2), sharded=False, device=training.CPU)

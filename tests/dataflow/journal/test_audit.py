@@ -12,7 +12,7 @@ from random import Random
 import msgspec
 import pytest
 
-from realhf.dataflow.journal.audit import Tally, audit, audit_folder, main
+from realhf.dataflow.journal.audit import JournalTally, audit, audit_folder, main
 from realhf.dataflow.journal.journal import (
     ARCHIVE,
     Commit,
@@ -29,11 +29,11 @@ from tests.dataflow.journal.test_writer import STORY, accept, admit
 from tests.dataflow.journal.toy_journaled_run import JournaledRun
 
 
-def tally_of(*records: Record) -> Tally:
+def tally_of(*records: Record) -> JournalTally:
     return audit([[record] for record in records])
 
 
-def faults(tally: Tally) -> tuple[int, int, int]:
+def faults(tally: JournalTally) -> tuple[int, int, int]:
     return tally.lost, tally.twice, tally.impossible
 
 
@@ -73,7 +73,7 @@ async def test_after_any_kills_nothing_is_lost_and_nothing_trained_twice(
 
 
 def test_a_good_history_balances() -> None:
-    assert tally_of(*STORY) == Tally(
+    assert tally_of(*STORY) == JournalTally(
         admitted=8,
         consumed=4,
         rejected=1,

@@ -347,8 +347,8 @@ def test_a_damaged_journal_is_made_again_from_what_the_checkpoint_knows(tmp_path
         assert recovery is not None and recovery == known
         (line,) = told
         assert (
-            "goes on from what the checkpoint of step 1 knows of its samples" in line
-            and "is kept in" in line
+            "continues with the samples that the checkpoint of step 1 records" in line
+            and "were moved to" in line
         )
         aside = folder / ("journal.damaged" if number == 1 else f"journal.damaged-{number}")
         assert damaged is None or (aside / path.name).read_bytes() == damaged

@@ -30,7 +30,7 @@ from realhf.dataflow.rollouts.control import (
     RolloutService,
     RolloutsFailed,
 )
-from realhf.dataflow.rollouts.sample_queue import SampleQueue, Task
+from realhf.dataflow.rollouts.sample_queue import QueuedTask, SampleQueue
 from realhf.dataflow.rollouts.staleness import StalenessManager, StragglerGate
 from realhf.transport.service import ServiceClient, ServiceError
 from tests.dataflow.rollouts.toy_streamed_run import TRAINER, CountingSource, meta_of
@@ -475,8 +475,8 @@ def test_a_supply_survives_a_restart_without_what_was_admitted() -> None:
     again = SampleQueue(CountingSource(5), 3)
     again.load_state(supply.state(), ["s0", "s2"])
     assert again.recorded == {"old"}
-    again.give_back(Task(first.item, 1, order=7))
-    again.give_back(Task(first.item, 1, order=2))
+    again.give_back(QueuedTask(first.item, 1, order=7))
+    again.give_back(QueuedTask(first.item, 1, order=2))
     taken = [again.take() for _ in range(5)]
     assert [(task.item.id, task.order) for task in taken if task] == [
         ("s0", 2),
