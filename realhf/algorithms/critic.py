@@ -25,12 +25,12 @@ from realhf.algorithms.train_step import (
     WEIGHTS,
     NonFiniteGuard,
     PredictedTokens,
+    build_shifted_sample,
     replace_keys,
-    shifted_sample,
+    select_weighted_part,
     split_updates,
     summary,
     token_weights,
-    weighted_part,
     weighted_sum,
 )
 from realhf.api.keys import ROLLOUT_KEY
@@ -98,7 +98,7 @@ class CriticInterface:
         values = torch.where(
             PredictedTokens.from_sample(sample).mask.to(values.device), values, 0.0
         )
-        return shifted_sample(sample, VALUES, values), {
+        return build_shifted_sample(sample, VALUES, values), {
             "n_tokens": float(sample.n_tokens("packed_input_ids"))
         }
 
@@ -168,7 +168,9 @@ class CriticInterface:
         for part in split_updates(prepared, n, passes, context.seed):
             tokens = PredictedTokens.from_sample(part)
             weights = token_weights(tokens, "token_mean")
-            weighted = weighted_part(part, {WEIGHTS: weights}, tokens.sequences_with(tokens.mask))
+            weighted = select_weighted_part(
+                part, {WEIGHTS: weights}, tokens.sequences_with(tokens.mask)
+            )
             if weighted is not None:
                 minibatches.append(weighted)
         return minibatches

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realhf.algorithms.train_step import PredictedTokens, shifted_sample
+from realhf.algorithms.train_step import PredictedTokens, build_shifted_sample
 from realhf.api.model import CallContext, Model
 from realhf.api.sample import SequenceSample
 
@@ -150,6 +150,6 @@ class LogprobInterface:
         logprobs = model.engine.logprobs(
             sample, temperature=self._temperature, mb_spec=context.mb_spec
         )
-        return shifted_sample(sample, self._key, logprobs), {
+        return build_shifted_sample(sample, self._key, logprobs), {
             "n_tokens": float(sample.n_tokens("packed_input_ids"))
         }

@@ -46,9 +46,9 @@ from realhf.algorithms.train_step import (
     component_mask,
     component_weights,
     replace_keys,
+    select_weighted_part,
     split_updates,
     summary,
-    weighted_part,
 )
 from realhf.api.keys import ROLLOUT_KEY, TURN_IDS
 from realhf.api.model import CallContext, Model, TrainResult
@@ -195,7 +195,7 @@ class PolicyGradientInterface:
         parts = split_updates(
             prepared, options.ppo_n_minibatches, options.sample_reuse, context.seed
         )
-        return [trained for part in parts if (trained := self._trained_part(part)) is not None]
+        return [trained for part in parts if (trained := self._select_trained(part)) is not None]
 
     def _with_proximal(
         self, model: Model, sample: SequenceSample, context: CallContext, only: Tensor | None = None
@@ -318,13 +318,13 @@ class PolicyGradientInterface:
             keys.append("packed_versions")
         return [key for key in keys if key in sample.keys]
 
-    def _trained_part(self, part: SequenceSample) -> SequenceSample | None:
+    def _select_trained(self, part: SequenceSample) -> SequenceSample | None:
         """Return the minibatch with loss weights and without sequences that have no gradient.
 
         None if no sequence is left.
         """
         weights = component_weights(part, self.options.loss_agg, self.options.loss_scale_len or 1)
-        return weighted_part(part, weights, self._has_gradient(part))
+        return select_weighted_part(part, weights, self._has_gradient(part))
 
     def _has_gradient(self, part: SequenceSample) -> Tensor:
         """Return which sequences have a gradient, bool (n_sequences,)."""

@@ -33,7 +33,7 @@ from realhf.algorithms.train_step import (
     NonFiniteGuard,
     PredictedTokens,
     replace_keys,
-    weighted_part,
+    select_weighted_part,
     weighted_sum,
 )
 from realhf.api.keys import VERIFIER_REWARDS
@@ -483,7 +483,7 @@ def _with_weights(sample: SequenceSample, weights: Tensor, keep: Tensor) -> Sequ
 
     The update is made in any case, so that optimizer and learning rate schedule advance.
     """
-    part = weighted_part(sample, {WEIGHTS: weights.float()}, keep)
+    part = select_weighted_part(sample, {WEIGHTS: weights.float()}, keep)
     return part if part is not None else replace_keys(sample, shifted={WEIGHTS: weights.float()})
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realhf.algorithms.train_step import PredictedTokens, replace_keys, shifted_sample
+from realhf.algorithms.train_step import PredictedTokens, build_shifted_sample, replace_keys
 from realhf.api.keys import FEEDBACK_PROMPT, FEEDBACK_RATIOS
 from realhf.api.model import CallContext, Model
 from realhf.api.sample import SequenceSample
@@ -63,7 +63,7 @@ class SelfTeacherInterface:
             teacher_logprobs = self._logprobs(model, with_feedback, context)
             log_ratios[mask] = teacher_logprobs[teacher_mask] - student_logprobs[mask]
         stats = {"told": float(has_feedback.sum()) / max(1, int(trains.sum()))}
-        return shifted_sample(sample, FEEDBACK_RATIOS, log_ratios), stats
+        return build_shifted_sample(sample, FEEDBACK_RATIOS, log_ratios), stats
 
     def _logprobs(self, model: Model, sample: SequenceSample, context: CallContext) -> Tensor:
         return model.engine.logprobs(

@@ -32,7 +32,7 @@ from realhf.algorithms.advantages import (
 from realhf.algorithms.inference import shape_rewards
 from realhf.algorithms.options import PASS_AT_K, RETURN_TO_GO, ResolvedOptions
 from realhf.algorithms.policy_loss import PROXIMAL, kl_estimate
-from realhf.algorithms.train_step import RL, PredictedTokens, component_mask, predicted
+from realhf.algorithms.train_step import RL, PredictedTokens, component_mask, drop_first_tokens
 from realhf.api.keys import FEEDBACK_RATIOS, ROLLOUT_KEY, TURN_KEYS
 from realhf.api.sample import SequenceSample
 
@@ -201,7 +201,7 @@ def value_estimate(
         torch.from_numpy(shaped),
         counts,
         values,
-        predicted(sample, "turn_ids"),
+        drop_first_tokens(sample, "turn_ids"),
         mask,
         tokens.sequence,
         options.discount,
@@ -339,7 +339,7 @@ def _turn_advantages(
     scores, counts = _returns_by_turn(sample, options)
     advantages = turn_advantages(scores, trained.valid, tokens.group, estimator)
     return spread_over_tokens(
-        advantages, predicted(sample, "turn_ids"), tokens.sequence, tokens.mask, counts
+        advantages, drop_first_tokens(sample, "turn_ids"), tokens.sequence, tokens.mask, counts
     )
 
 
@@ -371,7 +371,7 @@ def _step_advantages(
     scores, counts = _returns_by_turn(sample, options)
     advantages = step_advantages(scores, *_turn_states(sample, trained), tokens.group, estimator)
     return spread_over_tokens(
-        advantages, predicted(sample, "turn_ids"), tokens.sequence, tokens.mask, counts
+        advantages, drop_first_tokens(sample, "turn_ids"), tokens.sequence, tokens.mask, counts
     )
 
 
@@ -397,7 +397,7 @@ def _turn_states(sample: SequenceSample, trained: TrainedTokens) -> tuple[Tensor
     states = torch.zeros(shape, dtype=torch.int64)
     present = torch.zeros(shape, dtype=torch.bool)
     states[torch.arange(shape[1]) < counts[:, None]] = sample["turn_states"].cpu()
-    turn = predicted(sample, "turn_ids").long()
+    turn = drop_first_tokens(sample, "turn_ids").long()
     sequence = trained.tokens.sequence
     in_turn = (turn >= 0) & (turn < counts[sequence]) & trained.valid[sequence]
     present[sequence[in_turn], turn[in_turn]] = True

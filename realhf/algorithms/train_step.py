@@ -99,7 +99,7 @@ class PredictedTokens:
         group = torch.from_numpy(np.asarray(sample.group_index("packed_input_ids")))
         mask = torch.ones(len(sequence), dtype=torch.bool)
         if "loss_mask" in sample.keys:
-            mask = predicted(sample, "loss_mask").bool()
+            mask = drop_first_tokens(sample, "loss_mask").bool()
         return PredictedTokens(mask, sequence, group, rollouts(sample))
 
 
@@ -120,7 +120,7 @@ def rollouts(sample: SequenceSample) -> Tensor:
     )[1]
 
 
-def predicted(sample: SequenceSample, key: str) -> Tensor:
+def drop_first_tokens(sample: SequenceSample, key: str) -> Tensor:
     """Return the entries of a per-token key without the first token of each sequence, (n,)."""
     lengths = np.asarray(sample.lengths(key).values)
     starts = np.cumsum(lengths) - lengths
@@ -147,7 +147,7 @@ def replace_keys(
     return sample.select(other_keys).update(new)
 
 
-def shifted_sample(sample: SequenceSample, key: str, values: Tensor) -> SequenceSample:
+def build_shifted_sample(sample: SequenceSample, key: str, values: Tensor) -> SequenceSample:
     """Return a sample of the one key ``key``, whose ``values`` have L-1 entries per sequence of
     ``sample``."""
     shifted_lengths = [
@@ -185,7 +185,7 @@ def split_updates(sample: SequenceSample, n: int, passes: int, seed: int) -> lis
     return [part for number in range(passes) for part in minibatches(sample, n, (seed, number))]
 
 
-def weighted_part(
+def select_weighted_part(
     part: SequenceSample, weights: Mapping[str, Tensor], keep: Tensor
 ) -> SequenceSample | None:
     """Return the sequences in ``keep``, bool (n_sequences,), with the keys ``weights``; None if
@@ -206,7 +206,7 @@ def component_weights(
     covers its own tokens: their aggregation weights times ``part[key]``.
     """
     tokens = PredictedTokens.from_sample(part)
-    turn = predicted(part, TURN_IDS) if TURN_IDS in part.keys else None
+    turn = drop_first_tokens(part, TURN_IDS) if TURN_IDS in part.keys else None
     weights = {WEIGHTS: token_weights(tokens, aggregation, loss_scale_len, turn)}
     for key in COMPONENTS:
         if key in part.keys:

@@ -216,7 +216,7 @@ class ModelHost:
                 EXPORT.served_by(self.export),
                 KEEP_EXPORT.served_by(self.keep_export),
                 GATHER.served_by(self.gather),
-                HELD.served_by(self.held),
+                HELD.served_by(self.describe_store),
             ]
         )
 
@@ -478,7 +478,7 @@ class ModelHost:
         del request
         return ProgressAnswer(self._progress.over, self._progress.wanted)
 
-    def held(self, request: Nothing) -> HeldAnswer:
+    def describe_store(self, request: Nothing) -> HeldAnswer:
         """Return the bytes and samples in the store, and the roles of this worker."""
         del request
         return HeldAnswer(self._store.nbytes, len(self._store), sorted(self._models))

@@ -206,7 +206,7 @@ class BlockingPlayer:
 
     def __init__(self, player: EpisodePlayer, thread: LoopThread | None = None) -> None:
         self.player = player
-        self._thread = thread or LoopThread("episodes", instead="Player")
+        self._thread = thread or LoopThread("episodes", instead="EpisodePlayer")
         self._watch = self._thread.watch()
         self._playing = threading.Lock()
         self._finalizer = (

@@ -76,7 +76,7 @@ class Branch:
     """Whether a turn is being sampled."""
 
     @property
-    def sampled(self) -> int:
+    def n_sampled(self) -> int:
         """The number of tokens that the policy sampled."""
         return sum(self.tokens.loss_mask)
 
@@ -291,7 +291,7 @@ class TokenLedger:
     def sort_branches(self) -> list[Branch]:
         """Return the trajectories with the main one first: most sampled tokens first, among equals
         the latest first."""
-        return sorted(reversed(self.branches), key=lambda branch: -branch.sampled)
+        return sorted(reversed(self.branches), key=lambda branch: -branch.n_sampled)
 
     def _open_turn(self, messages: Sequence[OpenAiMessage], tools: Tools) -> OpenTurn:
         """Return the turn after ``messages``: in a conversation that they continue, in a branch, or

@@ -65,7 +65,7 @@ class ServerCheckpoints:
         payload = json.dumps([path, file, expires]).encode()
         return hmac.new(self._secret, payload, hashlib.sha256).hexdigest()
 
-    def signed_file(self, path: str, file: str, expires: int, signature: str) -> Path:
+    def resolve_signed_file(self, path: str, file: str, expires: int, signature: str) -> Path:
         """Return the path of the file of a signed download URL. Raises Refusal: 403 if the
         signature is wrong or has expired, 404 if the checkpoint or the file is gone."""
         is_valid = hmac.compare_digest(

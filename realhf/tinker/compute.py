@@ -36,7 +36,7 @@ import torch
 from realhf.backends.embedded.compute_threads import threads as compute_threads
 from realhf.backends.embedded.kernels import use_few_pass_norms, use_onednn
 from realhf.backends.embedded.memory import Heap, cache_bytes, oom_message
-from realhf.backends.embedded.weight_copy import named_weights
+from realhf.backends.embedded.weight_copy import collect_weights
 from realhf.backends.training.tokenizer_loading import load_tokenizer
 from realhf.backends.training.torch_backend import load_causal_lm
 from realhf.base import process_clock
@@ -94,7 +94,7 @@ class Computer:
         limit = context_limit(self._base.config.to_dict())
         self.longest = min(options.longest or limit, limit)
         self.vocabulary = int(self._base.config.get_text_config().vocab_size)
-        weights = named_weights(self._base)
+        weights = collect_weights(self._base)
         self.digest = joint_digest(digests(weights))
         self.nbytes = sum(tensor.nbytes for tensor in weights.values())
         self._models: dict[str, TrainedModel] = {}

@@ -29,7 +29,7 @@ from realhf.api.config import GenConfig, LoraConfig
 from realhf.api.model import GenRequest
 from realhf.backends.embedded.decode_core import DecodeCore, DecodeTurn, remaining_tokens
 from realhf.backends.embedded.sampling import check_request, seed_stream
-from realhf.backends.embedded.weight_copy import named_weights
+from realhf.backends.embedded.weight_copy import collect_weights
 from realhf.backends.training.lora import ADAPTER, CONFIG, LoraAdapters
 from realhf.backends.training.packed_forward import Heads, find_heads
 from realhf.backends.training.selected_logprobs import scale_and_cap
@@ -135,7 +135,7 @@ class SamplingWeights:
         elif self._whole_model is not None:
             load_all_weights(self._whole_model, Path(folder))
             self.model = self._whole_model
-            self.weights_id = self._identify(Path(folder), named_weights(self._whole_model))
+            self.weights_id = self._identify(Path(folder), collect_weights(self._whole_model))
         else:
             adapters = self._adapters_for(Path(folder))
             adapters.load(Path(folder) / ADAPTER)

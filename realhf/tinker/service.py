@@ -889,7 +889,7 @@ class TrainingService:
                 self.checkpoints.delete_expired(unused_before)
                 self.unload_lapsed()
                 self.close_gaps()
-                for model in self.store.unused_models(unused_before):
+                for model in self.store.find_unused_models(unused_before):
                     if model not in self._loaded:
                         for folder in (
                             self._retire(model),

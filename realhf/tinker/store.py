@@ -260,7 +260,7 @@ class TrainingStore:
             for id, owner, session, created, used, options, seq, unloaded in rows
         ]
 
-    def unused_models(self, before: float) -> list[str]:
+    def find_unused_models(self, before: float) -> list[str]:
         """Return the ids of the models that were last used before that time and are not
         unloaded."""
         return [

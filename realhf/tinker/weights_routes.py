@@ -247,7 +247,7 @@ class WeightsRoutes:
             int(expires) if expires.isascii() and expires.isdigit() and len(expires) < 12 else 0
         )
         signature = query.get("signature", "")
-        file = self._handler.service.checkpoints.signed_file(
+        file = self._handler.service.checkpoints.resolve_signed_file(
             path, params["file"], expiry, signature
         )
         return FileResponse(file)

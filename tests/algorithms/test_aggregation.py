@@ -19,7 +19,7 @@ from realhf.algorithms.train_step import (
     PredictedTokens,
     component_weights,
     replace_keys,
-    weighted_part,
+    select_weighted_part,
 )
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training.micro_batches import Ranks, split_micro_batches
@@ -177,7 +177,7 @@ def objective(
     options: Any, sample: SequenceSample, current: torch.Tensor, n_mbs: int = 1
 ) -> tuple[float, Any, Any]:
     """Loss, gradient and statistics of the micro-batches of a minibatch, as an engine sums them."""
-    part = weighted_part(
+    part = select_weighted_part(
         sample,
         component_weights(sample, options.loss_agg, 7),
         torch.ones(PredictedTokens.from_sample(sample).n_sequences).bool(),

@@ -11,7 +11,7 @@ import torch
 
 from realhf.algorithms.critic import CriticInterface, ReturnMoments, value_loss
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
-from realhf.algorithms.train_step import PredictedTokens, predicted
+from realhf.algorithms.train_step import PredictedTokens, drop_first_tokens
 from realhf.api.experiment import InterfaceType, MFCDef
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.dataflow.model_host import call_interfaces
@@ -177,7 +177,7 @@ def test_by_turns_the_critic_learns_the_states_in_which_turns_begin(rollout_batc
     )
     stats = interface.train_step(critic, sample, context(tmp_path))
     tokens = PredictedTokens.from_sample(sample)
-    turn = predicted(sample, "turn_ids")
+    turn = drop_first_tokens(sample, "turn_ids")
     begun = {(int(tokens.sequence[t]), int(turn[t])) for t in range(len(turn)) if tokens.mask[t]}
     assert stats["n_values"] == len([pair for pair in begun if OUTCOME[pair[0]] == 0])
     advantages = PolicyGradientInterface(options).prepare(sample)[0]["advantages"]

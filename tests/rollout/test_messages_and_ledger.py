@@ -195,7 +195,7 @@ def test_every_request_sees_the_sampled_ids_and_every_kept_token_is_trained_once
         conversations.append(
             messages if deed == "again" else [*said, OpenAiMessage("user", f"answer {number}")]
         )
-    assert sum(branch.sampled for branch in book.branches) == kept
+    assert sum(branch.n_sampled for branch in book.branches) == kept
     for branch in book.branches:
         branch.tokens.check()
         assert len(branch.turns()) == len(branch.marks)

@@ -196,7 +196,7 @@ async def test_what_leaves_a_conversation_is_a_trajectory_of_its_own(endpoint: E
     assert done[0].completion_ids == main.tokens.completion_ids and done[0].timings["branches"] == 4
     assert [outcome.reward for outcome in done] == [0.25] * 4 and len(done) == 4
     assert sum(sum(outcome.loss_mask) for outcome in done) == sum(
-        branch.sampled for branch in session.ledger.branches
+        branch.n_sampled for branch in session.ledger.branches
     )
 
 
@@ -301,7 +301,7 @@ async def test_limits_are_told_in_the_words_of_the_api(endpoint: Endpoint) -> No
             refused.value.code == "context_length_exceeded"
             and session.ledger.limit_hit == "token_budget"
         )
-        assert len(session.ledger.branches) == 1 and session.ledger.branches[0].sampled
+        assert len(session.ledger.branches) == 1 and session.ledger.branches[0].n_sampled
         for _ in range(LIMITS.max_turns - 1):
             await say(client, [USER])
         with pytest.raises(openai.BadRequestError) as refused:

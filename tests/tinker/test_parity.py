@@ -117,7 +117,7 @@ def loop(server, policy, loss, batches) -> list[float]:
     return losses
 
 
-def predicted(values: torch.Tensor) -> torch.Tensor:
+def drop_first_tokens(values: torch.Tensor) -> torch.Tensor:
     """Leave out what belongs to the first token of each sequence."""
     return torch.cat([part[1:] for part in values.split(LENGTHS)])
 
@@ -125,7 +125,7 @@ def predicted(values: torch.Tensor) -> torch.Tensor:
 def test_supervised_steps(server, policy, tmp_path):
     samples = [batch(step % 4) for step in range(STEPS)]
     expected = train(SFTInterface(), engine_of(policy), samples, tmp_path)
-    weights = predicted(samples[0]["loss_mask"]).float()
+    weights = drop_first_tokens(samples[0]["loss_mask"]).float()
     weights /= weights.sum()
     found = loop(
         server, policy, "cross_entropy", [data_of(sample, weights=weights) for sample in samples]
@@ -141,7 +141,7 @@ def test_policy_gradient_steps(server, policy, tmp_path):
     engine = engine_of(policy)
     samples = []
     batches = []
-    mask = predicted(batch(0)["loss_mask"])
+    mask = drop_first_tokens(batch(0)["loss_mask"])
     sequence = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS) - 1)
     for step in range(STEPS):
         plain = batch(step % 4)

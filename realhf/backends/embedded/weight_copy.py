@@ -14,7 +14,7 @@ from realhf.api.keys import dtype_tag
 from realhf.base.tensor_digest import TensorDigester
 
 
-def named_weights(model: Any) -> dict[str, Tensor]:
+def collect_weights(model: Any) -> dict[str, Tensor]:
     """Return parameters and persistent buffers of a model by their names in its state dict. Of
     tensors that share memory only the first is returned, as ``copy_weights`` accepts it."""
     by_place: dict[tuple[int, tuple[int, ...]], tuple[str, Tensor]] = {}

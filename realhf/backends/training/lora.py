@@ -345,7 +345,7 @@ class LoraAdapters:
     # ---- passes
 
     @contextlib.contextmanager
-    def disabled(self) -> Iterator[None]:
+    def disable(self) -> Iterator[None]:
         """Return a context manager that disables the adapters: the model computes as before
         training."""
         self._enable(False)
@@ -413,7 +413,7 @@ class LoraAdapters:
         """Raise MergeDiffers unless the merged weights are correct."""
         with torch.inference_mode(False):
             check_weights(self.skeleton, self._base, self._get_adapter)
-            check_merge(self._model, self.skeleton, self.disabled)
+            check_merge(self._model, self.skeleton, self.disable)
 
     def _get_adapter(self, name: str) -> Adapter:
         """Return the trained tensors of a layer and their factor computed from the options,
@@ -602,7 +602,7 @@ class BaseEngine:
         self, sample: SequenceSample, post_fn: PostFn, *, mb_spec: MicroBatchSpec
     ) -> Tensor:
         """See ``Engine.forward``."""
-        with self._adapters.disabled():
+        with self._adapters.disable():
             return self._engine.forward(sample, post_fn, mb_spec=mb_spec)
 
     def logprobs(

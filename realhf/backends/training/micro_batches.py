@@ -20,10 +20,10 @@ from realhf.backends.training.sequence_packing import (
     SMALL,
     PackedRow,
     SequenceInputs,
-    packed_batches,
-    row_batches,
-    shared_rows,
-    single_rows,
+    batch_packed_rows,
+    batch_padded_rows,
+    build_single_rows,
+    pack_shared_rows,
     split_row,
 )
 
@@ -141,7 +141,7 @@ def split_micro_batches(
     max_row = min(row_tokens or budget, budget)
     longest = min(budget, BATCH_TOKENS)
     rows = _build_shared_rows(inputs, ranks.size, max_row, longest) if share else None
-    rows = single_rows(inputs.scored, inputs.tokens) if rows is None else rows
+    rows = build_single_rows(inputs.scored, inputs.tokens) if rows is None else rows
     if ranks.size > 1:
         rows = [rows[i] for i in sorted(ranks.select_rows([row.length for row in rows]))]
     unscored = (
@@ -169,10 +169,10 @@ def _build_shared_rows(
     if n_ranks > 1:
         # At least four rows per rank, so that the ranks can be balanced.
         total = sum(
-            row.length for row in shared_rows(inputs.scored, inputs.tokens, max_row, longest)
+            row.length for row in pack_shared_rows(inputs.scored, inputs.tokens, max_row, longest)
         )
         max_row = min(max_row, math.ceil(total / (4 * n_ranks)))
-    rows = shared_rows(inputs.scored, inputs.tokens, max_row, longest)
+    rows = pack_shared_rows(inputs.scored, inputs.tokens, max_row, longest)
     unshared = sum(len(inputs.tokens[i]) for i in inputs.scored)
     return rows if sum(row.length for row in rows) <= _MAX_SHARED_FRACTION * unshared else None
 
@@ -189,12 +189,15 @@ def _split_passes(
         )
     if packed:
         passes = [
-            [rows[i] for i in batch] for batch in packed_batches([row.length for row in rows], cap)
+            [rows[i] for i in batch]
+            for batch in batch_packed_rows([row.length for row in rows], cap)
         ]
     else:
         passes = []
         for kind in _split_by_mask(rows):
-            batches = row_batches(range(len(kind)), np.asarray([row.length for row in kind]), cap)
+            batches = batch_padded_rows(
+                range(len(kind)), np.asarray([row.length for row in kind]), cap
+            )
             passes += [[kind[i] for i in batch] for batch in batches]
     while len(passes) < spec.n_mbs and any(_is_divisible(pass_rows) for pass_rows in passes):
         _halve_largest(passes, inputs)

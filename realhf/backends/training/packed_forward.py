@@ -35,8 +35,8 @@ from realhf.backends.training.sequence_packing import (
     build_masks,
     build_packed_pass,
     build_padded_pass,
-    shared_rows,
-    single_rows,
+    build_single_rows,
+    pack_shared_rows,
 )
 from realhf.backends.training.tree_attention import ROW_TREE
 from realhf.backends.training.varlen_attention import (
@@ -330,7 +330,7 @@ class PackedForward:
         ValueError for an empty sequence.
         """
         inputs = SequenceInputs.from_sample(sample)
-        chosen_rows = single_rows(inputs.scored, inputs.tokens) if rows is None else rows
+        chosen_rows = build_single_rows(inputs.scored, inputs.tokens) if rows is None else rows
         self.pace()
         if not chosen_rows:
             scored_rows = None
@@ -448,8 +448,8 @@ class PackedForward:
         inputs = probe(self.model.config)
         if inputs is None:
             return "the model has a window of its own, too wide to try"
-        rows = shared_rows(inputs.scored, inputs.tokens)
-        separate_rows = single_rows(rows[0].members, inputs.tokens)
+        rows = pack_shared_rows(inputs.scored, inputs.tokens)
+        separate_rows = build_single_rows(rows[0].members, inputs.tokens)
         was_training = self.model.training
         self.model.eval()
         try:

@@ -22,7 +22,7 @@ from torch import Tensor
 from realhf.api.sample import SequenceSample
 from realhf.backends.embedded.attention import layer_masks
 from realhf.backends.training.tree_attention import RowTrees
-from realhf.backends.training.varlen_attention import Kernel, PackedLayout, packed_layout
+from realhf.backends.training.varlen_attention import Kernel, PackedLayout, build_packed_layout
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,13 @@ class PackedRow:
         return len(self.members) == 1
 
 
-def single_rows(members: Sequence[int], inputs: Sequence[np.ndarray]) -> list[PackedRow]:
+def build_single_rows(members: Sequence[int], inputs: Sequence[np.ndarray]) -> list[PackedRow]:
     """Return a row for each of the sequences ``members``; ``inputs`` are the input tokens of all
     sequences."""
     return [PackedRow((i,), (0,), len(inputs[i])) for i in members]
 
 
-def shared_rows(
+def pack_shared_rows(
     members: Sequence[int],
     inputs: Sequence[np.ndarray],
     max_tokens: int = ROW_TOKENS,
@@ -219,7 +219,7 @@ SMALL = BATCH_TOKENS // 8
 another pass."""
 
 
-def packed_batches(lengths: Sequence[int], max_tokens: int | None = None) -> list[list[int]]:
+def batch_packed_rows(lengths: Sequence[int], max_tokens: int | None = None) -> list[list[int]]:
     """Return the indices of rows of these lengths in batches without padding, from longest to
     shortest.
 
@@ -245,7 +245,7 @@ def packed_batches(lengths: Sequence[int], max_tokens: int | None = None) -> lis
     return batches
 
 
-def row_batches(
+def batch_padded_rows(
     members: Sequence[int], lengths: np.ndarray, max_tokens: int | None = None
 ) -> list[list[int]]:
     """Return the rows ``members`` in batches that are to be padded, from longest to shortest.
@@ -360,7 +360,7 @@ def build_packed_pass(
         *_collect_targets(columns, members, inputs),
         packed=None
         if kernel is None
-        else packed_layout(flat, list(chain.from_iterable(shared)), kernel),
+        else build_packed_layout(flat, list(chain.from_iterable(shared)), kernel),
         trees=RowTrees(paths, shared, before) if kernel is None else None,
     )
 

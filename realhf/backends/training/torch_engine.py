@@ -29,7 +29,7 @@ from realhf.backends.embedded.memory import (
     explain_update_oom,
     oom_message,
 )
-from realhf.backends.embedded.weight_copy import named_weights
+from realhf.backends.embedded.weight_copy import collect_weights
 from realhf.backends.training.checkpoint import is_checkpoint, load_state, save_state
 from realhf.backends.training.lora import ADAPTER, BaseEngine, LoraAdapters
 from realhf.backends.training.micro_batches import (
@@ -533,12 +533,12 @@ class TorchEngine:
 
     def weights(self) -> dict[str, Tensor]:
         """See ``Engine.weights``."""
-        return named_weights(self._merged_model())
+        return collect_weights(self._merged_model())
 
     def stored_weights(self) -> dict[str, Tensor]:
         """Return the weights that ``load_checkpoint`` restores bit by bit: all, or base weights and
         adapters."""
-        return self.weights() if self.adapters is None else named_weights(self.model)
+        return self.weights() if self.adapters is None else collect_weights(self.model)
 
     @property
     def _saves_weights(self) -> bool:

@@ -324,7 +324,7 @@ class _SelectRows(torch.autograd.Function):
         return out.index_add_(0, rows, grad.to(wide)).to(grad.dtype), None
 
 
-def packed_layout(
+def build_packed_layout(
     paths: Sequence[np.ndarray], shared: Sequence[int], kernel: Kernel
 ) -> PackedLayout:
     """Return the layout of sequences (at least one). A sequence without own tokens has no queries.

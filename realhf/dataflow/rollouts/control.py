@@ -518,7 +518,7 @@ class RolloutControl:
         """Return a phrase that says what a step waits for, for stall reports."""
         slow = self.gate.stragglers(step)
         shown = ", ".join(slow[:4]) + (", ..." if len(slow) > 4 else "")
-        return f"{self.gate.staged} samples have arrived" + (
+        return f"{self.gate.n_staged} samples have arrived" + (
             f"; waits for {shown}" if slow else "; waits for more"
         )
 
@@ -554,7 +554,7 @@ class RolloutControl:
         return {
             **self.staleness.counters(),
             "capacity": self.capacity,
-            "staged": self.gate.staged,
+            "staged": self.gate.n_staged,
             "waiting": self._queue.n_returned,
             "lost_attempts": self.lost_attempts,
             "given_up": self.given_up,

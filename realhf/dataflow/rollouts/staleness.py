@@ -160,7 +160,7 @@ class StragglerGate:
         return len(self._known)
 
     @property
-    def staged(self) -> int:
+    def n_staged(self) -> int:
         """Number of samples that have arrived and wait for their step batch."""
         return self._n_staged
 

@@ -29,7 +29,7 @@ from realhf.algorithms.advantages import (
 from realhf.algorithms.inference import OutcomeRewardInterface
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.resolution import resolve
-from realhf.algorithms.train_step import PredictedTokens, predicted
+from realhf.algorithms.train_step import PredictedTokens, drop_first_tokens
 from realhf.api.sample import SequenceSample
 from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor
 
@@ -297,7 +297,7 @@ def test_a_train_step_tells_the_turns_of_an_episode_apart(rollout_batch):
     )
     prepared, _ = PolicyGradientInterface({"credit": "turn"}).prepare(sample)
     tokens = PredictedTokens.from_sample(sample)
-    turn = predicted(sample, "turn_ids")
+    turn = drop_first_tokens(sample, "turn_ids")
     found = prepared["advantages"]
     assert not bool(found[tokens.mask & (turn == 0)].any()), (
         "the return from the first turn on is 0 for all"

@@ -18,8 +18,8 @@ from realhf.algorithms.train_step import (
     PredictedTokens,
     component_weights,
     replace_keys,
+    select_weighted_part,
     summary,
-    weighted_part,
 )
 from realhf.api.model import TrainResult
 from realhf.api.sample import MicroBatchSpec, SequenceSample
@@ -69,7 +69,7 @@ def minibatch(seed: int, junk: float = 0.0) -> SequenceSample:
         sample.select(["packed_input_ids", "loss_mask", "rollout_index"]), shifted=shifted
     )
     every = torch.ones(tokens.n_sequences, dtype=torch.bool)
-    part = weighted_part(sample, component_weights(sample, "seq_mean_token_mean"), every)
+    part = select_weighted_part(sample, component_weights(sample, "seq_mean_token_mean"), every)
     assert part is not None
     return part
 

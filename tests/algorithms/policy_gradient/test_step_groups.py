@@ -13,7 +13,7 @@ import torch
 
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.resolution import resolve
-from realhf.algorithms.train_step import PredictedTokens, predicted
+from realhf.algorithms.train_step import PredictedTokens, drop_first_tokens
 from realhf.api.sample import SequenceSample
 from tests.algorithms.tiny_policy import context, tiny_actor
 
@@ -165,7 +165,7 @@ def test_every_token_has_the_advantage_of_the_paper(estimator, discount, omega):
         prepared, stats = PolicyGradientInterface(options).prepare(sample)
         expected = by_loop(groups, estimator, discount, omega)
         tokens = PredictedTokens.from_sample(sample)
-        turn = predicted(sample, "turn_ids").tolist()
+        turn = drop_first_tokens(sample, "turn_ids").tolist()
         rollout = sample["rollout_index"].tolist()
         advantages = prepared["advantages"].tolist()
         for place, sequence in enumerate(tokens.sequence.tolist()):

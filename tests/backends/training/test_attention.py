@@ -19,14 +19,14 @@ from realhf.backends.training.sequence_packing import (
     RowLayout,
     build_row_layout,
     build_visibility,
-    shared_rows,
+    pack_shared_rows,
 )
 from realhf.backends.training.tree_attention import RowTrees, row_tree_attention
 from realhf.backends.training.varlen_attention import (
     adapt_kernels,
+    build_packed_layout,
     find_kernel,
     find_kernel_fault,
-    packed_layout,
     reference_attention,
 )
 
@@ -48,7 +48,7 @@ def trees_of(
     tokens: list[np.ndarray], most: int = 4096
 ) -> tuple[RowTrees, list[PackedRow], list[RowLayout]]:
     """The rows of some sequences, behind each other, and what their columns see."""
-    rows = shared_rows(range(len(tokens)), tokens, most)
+    rows = pack_shared_rows(range(len(tokens)), tokens, most)
     layouts = [build_row_layout(row, tokens) for row in rows]
     ends = np.cumsum([row.length for row in rows])
     paths = [
@@ -300,7 +300,7 @@ def test_the_plain_computation_is_dense_attention_with_its_gradients(head_size: 
     fp32."""
     draw = torch.Generator().manual_seed(head_size)
     paths = [np.array([0, 1, 2, 3, 4]), np.array([0, 1, 2, 5, 6, 7])]
-    lay = packed_layout(paths, [0, 3], reference_attention)
+    lay = build_packed_layout(paths, [0, 3], reference_attention)
     given = [
         torch.randn(8, heads, head_size, generator=draw).requires_grad_() for heads in (4, 2, 2)
     ]
@@ -335,7 +335,7 @@ def test_where_there_is_none_the_reason_is_told(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_sequences_of_their_own_need_no_list_of_keys() -> None:
-    lay = packed_layout([np.arange(3), np.arange(3, 8)], [0, 0], reference_attention)
+    lay = build_packed_layout([np.arange(3), np.arange(3, 8)], [0, 0], reference_attention)
     assert (
         lay.ends_q.tolist() == lay.ends_k.tolist() == [0, 3, 8] and lay.ends_q.dtype == torch.int32
     )
@@ -351,13 +351,13 @@ def test_a_branch_has_its_own_queries_and_the_keys_of_its_whole_path() -> None:
         np.array([0, 1, 2, 5]),
         np.array([8, 9]),
     ]
-    lay = packed_layout(paths, [0, 3, 4, 0], reference_attention)
+    lay = build_packed_layout(paths, [0, 3, 4, 0], reference_attention)
     assert lay.ends_q.tolist() == [0, 5, 8, 10]
     assert lay.ends_k.tolist() == [0, 5, 11, 13]
     assert (lay.longest_q, lay.longest_k) == (5, 6)
     assert lay.keys is not None and lay.keys.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 8, 9]
     with pytest.raises(ValueError, match="must lie behind each other"):
-        packed_layout([np.array([0, 1]), np.array([3, 4])], [0, 0], reference_attention)
+        build_packed_layout([np.array([0, 1]), np.array([3, 4])], [0, 0], reference_attention)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -367,7 +367,7 @@ def test_attention_over_a_tree_is_that_of_each_sequence(window: int | None) -> N
         torch.randn(8, heads, 4, generator=draw, dtype=torch.float64) for heads in (4, 2, 2)
     )
     paths = [np.array([0, 1, 2, 3, 4]), np.array([0, 1, 2, 5, 6, 7])]
-    lay = packed_layout(paths, [0, 3], reference_attention).to(CPU)
+    lay = build_packed_layout(paths, [0, 3], reference_attention).to(CPU)
     found = lay.attend(query, key, value, window, 0.3)
     for path, first in zip(paths, (0, 3), strict=True):
         for t in range(first, len(path)):
@@ -381,7 +381,7 @@ def test_attention_over_a_tree_is_that_of_each_sequence(window: int | None) -> N
 def test_gradients_of_a_prefix_that_packed_rows_share_are_rounded_once() -> None:
     """In bf16 the gradient of a prefix is the exact sum over its branches, but for one rounding."""
     paths = [np.array([0, 1, 2, 3 + branch]) for branch in range(100)]
-    lay = packed_layout(paths, [0] + [3] * 99, reference_attention)
+    lay = build_packed_layout(paths, [0] + [3] * 99, reference_attention)
     draw = torch.Generator().manual_seed(2)
     tensors = [torch.randn(103, heads, 8, generator=draw).bfloat16() for heads in (4, 2, 2)]
     grad = (torch.randn(103, 4, 8, generator=draw) + 0.5).bfloat16()

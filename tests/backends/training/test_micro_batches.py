@@ -16,7 +16,7 @@ from realhf.api.config import OptimizerConfig
 from realhf.api.model import ForwardOutputs
 from realhf.api.sample import MicroBatchSpec, SequenceSample, choose_sequences
 from realhf.backends.training.micro_batches import Ranks, split_micro_batches
-from realhf.backends.training.sequence_packing import packed_batches
+from realhf.backends.training.sequence_packing import batch_packed_rows
 from realhf.backends.training.torch_engine import TorchEngine
 
 GROUP = [[60] * 8]
@@ -97,7 +97,7 @@ def test_parts_cover_every_sequence_once_within_the_budget(
 @given(st.lists(st.integers(1, 90), max_size=40), st.integers(20, 80))
 @settings(max_examples=100, deadline=None)
 def test_batches_without_padding_are_few_and_alike(lengths: list[int], most: int) -> None:
-    batches = packed_batches(lengths, most)
+    batches = batch_packed_rows(lengths, most)
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     sizes = [sum(lengths[i] for i in batch) for batch in batches]
     assert all(size <= most or len(batch) == 1 for size, batch in zip(sizes, batches, strict=True))
@@ -107,7 +107,7 @@ def test_batches_without_padding_are_few_and_alike(lengths: list[int], most: int
     )
     in_order = [lengths[i] for batch in batches for i in batch]
     assert in_order == sorted(lengths, reverse=True), "rows of a batch are of similar length"
-    assert [len(batch) for batch in packed_batches([10] * 12, 50)] == [4, 4, 4]
+    assert [len(batch) for batch in batch_packed_rows([10] * 12, 50)] == [4, 4, 4]
 
 
 def test_a_group_is_cut_and_backward_follows_every_part(tiny_model: Any) -> None:

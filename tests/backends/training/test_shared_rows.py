@@ -37,7 +37,7 @@ from realhf.backends.training.sequence_packing import (
     build_packed_pass,
     build_row_layout,
     build_visibility,
-    shared_rows,
+    pack_shared_rows,
     split_row,
 )
 from realhf.backends.training.torch_engine import TorchEngine
@@ -52,7 +52,7 @@ SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_si
 @settings(max_examples=150, deadline=None)
 def test_a_row_is_the_tree_of_its_sequences(drawn: list[list[int]], most: int) -> None:
     inputs = [np.asarray(sequence) for sequence in drawn]
-    rows = shared_rows(range(len(inputs)), inputs, most)
+    rows = pack_shared_rows(range(len(inputs)), inputs, most)
     assert sorted(i for row in rows for i in row.members) == list(range(len(inputs)))
     pieces = [half for row in rows if not row.is_single for half in split_row(row, inputs)]
     assert all(row.is_single or row.length <= most for row in rows) and all(
@@ -333,7 +333,7 @@ def test_windows_are_tried_up_to_a_width(tiny_model: Any) -> None:
     config.keep_window_size = 100
     narrow = probe(config)
     assert narrow is not None
-    (row,) = shared_rows(narrow.scored, narrow.tokens)
+    (row,) = pack_shared_rows(narrow.scored, narrow.tokens)
     assert row.length > 100 + 9 + 5 + 7 and max(len(sequence) for sequence in narrow.tokens) < 30
 
 

@@ -187,9 +187,9 @@ def test_earliest_version_then_earliest_arrival_in_the_order_of_admission() -> N
     gate = gate_of(3, 4, "s0@0", "s1@0", "s2@0", "s3@1", "s4@1", "s5@1")
     for name in ("s5@1", "s4@1", "s3@1", "s2@0"):
         gate.stage(name)
-    assert gate.staged == 4
+    assert gate.n_staged == 4
     assert gate.release(1) == ["s2@0", "s4@1", "s5@1"]
-    assert (gate.staged, len(gate)) == (1, 3)
+    assert (gate.n_staged, len(gate)) == (1, 3)
 
 
 def test_the_last_step_batch_may_be_small_but_waits_for_what_runs() -> None:
@@ -220,7 +220,7 @@ def test_stale_samples_are_dropped_where_the_policy_says_so() -> None:
         gate.stage(name)
     assert gate.drop_stale(1) == []
     assert gate.drop_stale(2) == ["s0@0", "s3@0"]
-    assert (gate.staged, len(gate)) == (1, 2)
+    assert (gate.n_staged, len(gate)) == (1, 2)
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -236,7 +236,7 @@ def test_what_cannot_be_is_refused() -> None:
     ):
         with pytest.raises(ValueError):
             act()
-    assert (gate.staged, len(gate)) == (1, 1)
+    assert (gate.n_staged, len(gate)) == (1, 1)
 
 
 def test_the_rule_is_the_one_of_the_reference() -> None:

@@ -143,7 +143,7 @@ class Simulation:
         final = self.drawn == self.on.total and not self.retries
         ids = self.replay.pop(step, None) or self.gate.release(step, final=final)
         if ids is None:
-            assert self.gate.staged < self.on.batch_size or self.gate.stragglers(step), (
+            assert self.gate.n_staged < self.on.batch_size or self.gate.stragglers(step), (
                 "the gate can never open"
             )
             return False
