@@ -100,7 +100,9 @@ def feedback_text(rollout: RolloutOutcome, group: Sequence[RolloutOutcome], sour
     """
     if not rollout.valid:
         return ""
-    solved = next((one for one in group if one is not rollout and one.valid and one.achieved), None)
+    solved = next(
+        (other for other in group if other is not rollout and other.valid and other.achieved), None
+    )
     if source in (SOLVED, ANY) and solved is not None:
         return _section("A correct solution:", [turn.text for turn in solved.turns])
     errors = [f"{turn.text}\n{turn.output}" for turn in rollout.turns if _is_error(turn)]

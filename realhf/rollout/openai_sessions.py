@@ -487,7 +487,7 @@ class OpenAiSession:
         merely raised while the agent handled a refusal does not count.
         """
         if isinstance(error, BaseExceptionGroup):
-            limits = [self.find_limit(each) for each in error.exceptions]
+            limits = [self.find_limit(inner) for inner in error.exceptions]
             return limits[-1] if all(limits) else ""
         text = f"{error} {getattr(error, 'url', '')} "
         # of any HTTP client; the body may be unread or no text
@@ -603,7 +603,7 @@ def read_reward(value: object) -> Reward:
     if isinstance(value, Mapping):
         if not value:
             raise ValueError("the map of rewards is empty")
-        return {reply: _read_number(each) for reply, each in value.items()}
+        return {reply: _read_number(reward) for reply, reward in value.items()}
     return _read_number(value)
 
 

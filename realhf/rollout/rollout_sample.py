@@ -113,11 +113,11 @@ def outcomes_to_sample(
     import torch
 
     packed = _PackedColumns()
-    coded = [_code_rows(group, min_group_size) for group in groups]
-    for rows in coded:
+    coded_groups = [_code_rows(group, min_group_size) for group in groups]
+    for rows in coded_groups:
         for outcome, code in rows:
             packed.add(outcome, code)
-    rollouts = [outcome for rows in coded for outcome, _ in rows]
+    rollouts = [outcome for rows in coded_groups for outcome, _ in rows]
     truncated = [outcome.truncated for outcome in rollouts]
     arrays: dict[str, Array] = {
         "packed_input_ids": np.asarray(packed.ids),
@@ -138,7 +138,7 @@ def outcomes_to_sample(
             dtype=np.int32,
         ),
     }
-    offsets = np.cumsum([0, *(len(rows) for rows in coded)], dtype=np.int64)
+    offsets = np.cumsum([0, *(len(rows) for rows in coded_groups)], dtype=np.int64)
     values = np.array(packed.lengths, dtype=np.int64)
     by_rule = {
         "L": Lengths(values, offsets),
@@ -148,14 +148,14 @@ def outcomes_to_sample(
     keys = _KEYS
     if turns:
         keys = _KEYS | _TURN_KEYS
-        turn_arrays, counts = _pack_turns([row for rows in coded for row in rows], packed)
+        turn_arrays, counts = _pack_turns([row for rows in coded_groups for row in rows], packed)
         arrays |= turn_arrays
         by_rule["turns"] = Lengths(counts, offsets)
     if feedback:
         keys = keys | {FEEDBACK_PROMPT: ("i64", "feedback")}
         prompts = [
             list(row.feedback_prompt) if code == 0 and row.feedback_prompt else [-1]
-            for rows in coded
+            for rows in coded_groups
             for row, code in rows
         ]
         arrays[FEEDBACK_PROMPT] = np.array(

@@ -398,7 +398,7 @@ class Routes:
                 "X-Weights-Digest": str(ended.info["digest"]),
             }
         if ended.state == FAILED:
-            category = "user" if ended.theirs else "server"
+            category = "user" if ended.is_client_error else "server"
             return JSONResponse({"error": ended.error, "category": category}, headers=headers)
         if ended.kind in ("forward", "forward_backward", "sample"):
             return Response(ended.result, media_type=PROTOBUF, headers=headers)

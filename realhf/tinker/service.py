@@ -238,12 +238,12 @@ class TrainingService:
         self._crashes.append(now)
         while self._crashes[0] < now - CRASH_WINDOW_S:
             self._crashes.popleft()
-        what = f"the process that computes has ended (exit code {code})"
+        reason = f"the process that computes has ended (exit code {code})"
         if self.ready is None or len(self._crashes) > MAX_CRASHES:
-            self.failure = self.failure or what
+            self.failure = self.failure or reason
             self.ended.set()
             return
-        _log.error("%s; a new one does its work again", what)
+        _log.error("%s; a new one repeats its work", reason)
         jobs = list(self._jobs.values())
         self._jobs = {}
         self._job_of = {}
@@ -258,7 +258,7 @@ class TrainingService:
                 and self._tries.get(job.request.id, 0) >= MAX_TRIES
                 and not job.redo
             ):
-                self._finish(job.request, error=f"{what} while it did this")
+                self._finish(job.request, error=f"{reason} during this request")
         for model in dict.fromkeys(job.model for job in jobs if job.model):
             self._rebuild(model)
         for job in jobs:
@@ -386,7 +386,7 @@ class TrainingService:
             return
         with self.store.transaction():
             self.store.add_request(name, owner, kind, model, seq, b"")
-            self.store.finish(name, error=why, theirs=True, info={})
+            self.store.finish(name, error=why, is_client_error=True, info={})
         if model in self._loaded:
             self._enqueue(
                 RequestRow(name, owner, kind, model, seq, b"", FAILED, b"", why, True, {})
@@ -445,11 +445,11 @@ class TrainingService:
         """Raise Refusal (507) if less than ``min_free_gib`` would be free after writing ``nbytes``.
         The reserve is for the requests that were accepted."""
         free = (shutil.disk_usage(self.root).free - nbytes) / 2**30
-        least = self.options.min_free_gib
-        if free < least:
+        min_free_gib = self.options.min_free_gib
+        if free < min_free_gib:
             raise Refusal(
                 507,
-                f"the server's disk has {free:.1f} GiB left (--min-free-gib {least:g}); try again "
+                f"the server's disk has {free:.1f} GiB left (--min-free-gib {min_free_gib:g}); try again "
                 f"later",
             )
 
@@ -494,7 +494,7 @@ class TrainingService:
         job = self._jobs.pop(number)
         self._process.send(Job(0, Cancel(number)))
         assert job.request is not None, "it is the job of a request"
-        self._finish(job.request, error="it was cancelled", theirs=True)
+        self._finish(job.request, error="it was cancelled", is_client_error=True)
 
     # ---- the order of a model's requests
 
@@ -570,7 +570,7 @@ class TrainingService:
             if is_replay:
                 self._on_rebuild_failed(request.target, str(error))
             else:
-                self._finish(request, error=str(error), theirs=True)
+                self._finish(request, error=str(error), is_client_error=True)
             return
         self._send(
             work, body, "" if request.kind == "sample" else request.target, request, redo=is_replay
@@ -680,7 +680,9 @@ class TrainingService:
             info["folder"] = job.work.folder
         obsolete: list[Path] = []
         with self.store.transaction():
-            self._finish(request, result=body, error=done.error, theirs=done.theirs, info=info)
+            self._finish(
+                request, result=body, error=done.error, is_client_error=done.theirs, info=info
+            )
             if not done.error:
                 obsolete = self._register_files(request, job, done)
         for folder in obsolete:  # only after the transaction: before it they are still referenced
@@ -740,7 +742,7 @@ class TrainingService:
         """Mark a model as unloaded for good and fail its pending requests. Return the folder of its
         saved states, which the caller deletes. Checkpoints stay."""
         self._discard_jobs(model)
-        self._fail_pending(model, NEVER_CAME, theirs=True)
+        self._fail_pending(model, NEVER_CAME, is_client_error=True)
         self.store.drop_bodies(model)
         self.store.update_model(model, unloaded=1)
         self._loaded.discard(model)
@@ -756,7 +758,7 @@ class TrainingService:
         self._unload(model)
         if model in self._rebuild_retried:
             self._rebuild_retried.discard(model)
-            self._fail_pending(model, f"the model was not rebuilt: {why}", theirs=False)
+            self._fail_pending(model, f"the model was not rebuilt: {why}", is_client_error=False)
         else:
             self._rebuild_retried.add(model)
             self._rebuild(model)
@@ -769,10 +771,10 @@ class TrainingService:
                 if job.request is not None:
                     self._job_of.pop(job.request.id, None)
 
-    def _fail_pending(self, model: str, why: str, *, theirs: bool) -> None:
+    def _fail_pending(self, model: str, reason: str, *, is_client_error: bool) -> None:
         """Fail the pending requests of a model that has no running jobs."""
         for request in self.store.pending(model):
-            self._finish(request, error=why, theirs=theirs)
+            self._finish(request, error=reason, is_client_error=is_client_error)
 
     def _finish(
         self,
@@ -780,10 +782,12 @@ class TrainingService:
         *,
         result: bytes = b"",
         error: str = "",
-        theirs: bool = False,
+        is_client_error: bool = False,
         info: Mapping[str, Any] | None = None,
     ) -> None:
-        self.store.finish(request.id, result=result, error=error, theirs=theirs, info=info or {})
+        self.store.finish(
+            request.id, result=result, error=error, is_client_error=is_client_error, info=info or {}
+        )
         self._tries.pop(request.id, None)
         self._add_pending(request.owner, -1, -len(request.body))
         for event in self._waiters.pop(request.id, ()):
@@ -827,7 +831,7 @@ class TrainingService:
                 or session[2]
                 or time.time() - session[1] > self.options.session_lapses_s
             ):
-                self._fail_pending(model, NEVER_CAME, theirs=True)
+                self._fail_pending(model, NEVER_CAME, is_client_error=True)
                 if model in self._loaded:
                     self._unload(model)
 
@@ -857,9 +861,11 @@ class TrainingService:
             if count < GAP_TIMEOUT_CLEANS:
                 gaps[model] = missing, count
                 continue
-            waited = GAP_TIMEOUT_CLEANS * CLEAN_INTERVAL_S
-            why = f"request {missing} never arrived: the requests behind it waited {waited:g} s"
-            self.skip(row.owner, model, missing, why)
+            waited_s = GAP_TIMEOUT_CLEANS * CLEAN_INTERVAL_S
+            reason = (
+                f"request {missing} never arrived: the requests behind it waited {waited_s:g} s"
+            )
+            self.skip(row.owner, model, missing, reason)
         self._gaps = gaps
 
     def _loaded_models(self) -> list[ModelRow]:

@@ -71,7 +71,7 @@ class RequestRow:
     """Body of the response, if its kind has one."""
     error: str
     """Why the request failed; "" if it did not."""
-    theirs: bool
+    is_client_error: bool
     """Whether the client caused the error."""
     info: Mapping[str, Any]
     """Version and digest of the weights that computed the result, metrics, and details that depend
@@ -412,10 +412,10 @@ class TrainingStore:
                 state,
                 result or b"",
                 error,
-                bool(theirs),
+                bool(is_client_error),
                 json.loads(info),
             )
-            for id, owner, kind, target, seq, body, state, result, error, theirs, info in rows
+            for id, owner, kind, target, seq, body, state, result, error, is_client_error, info in rows
         ]
 
     def finish(
@@ -424,7 +424,7 @@ class TrainingStore:
         *,
         result: bytes = b"",
         error: str = "",
-        theirs: bool = False,
+        is_client_error: bool = False,
         info: Mapping[str, Any],
     ) -> None:
         """Store the result or the error of a pending request; one that has ended already is not
@@ -435,7 +435,7 @@ class TrainingStore:
         self._base.execute(
             "update requests set state=?, result=?, error=?, theirs=?, info=?, finished=?, "
             f"body=case when kind in ({marks}) then body end where id=? and state=0",
-            (state, result, error, theirs, json.dumps(info), time.time(), *CHANGING, id),
+            (state, result, error, is_client_error, json.dumps(info), time.time(), *CHANGING, id),
         )
 
     def mark_fetched(self, id: str) -> None:

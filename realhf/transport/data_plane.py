@@ -115,9 +115,9 @@ class PeerConnection:
                     return frames
             elif self._watch.monitor in ready:
                 self._watch.process_events()
-                if self._watch.ended or self._watch.why:
+                if self._watch.ended or self._watch.reason:
                     raise PeerLost(
-                        f"{self._endpoint} {self._watch.why or 'refused or closed the connection'}"
+                        f"{self._endpoint} {self._watch.reason or 'refused or closed the connection'}"
                     )
             elif process_clock.now() < limit:
                 continue  # the poll included time in which this process was suspended

@@ -183,7 +183,9 @@ class Authenticator:
                 request[3].decode("ascii", "replace") if len(request) > 3 else "an unknown address"
             )
             _log.warning(
-                "connection %d refused: %s has not the key of this run", self.n_refused, address
+                "connection %d refused: %s does not have the key of this run",
+                self.n_refused,
+                address,
             )
         return [_VERSION, number, b"400", b"the key is not of this run", b"", b""]
 
@@ -375,9 +377,9 @@ def bind_socket(socket: zmq.Socket[Any], address: str) -> str:
         socket.bind(address)
     except zmq.ZMQError as error:
         if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
-            there = ", ".join(list_own_addresses()) or "none but the loopback"
+            addresses = ", ".join(list_own_addresses()) or "none but the loopback"
             raise NetworkError(
-                f"{address}: no address of this host, which has {there} (network.bind)"
+                f"{address}: no address of this host, which has {addresses} (network.bind)"
             ) from None
         raise AddressTaken(f"cannot listen on {address}: {error}") from None
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -408,7 +410,9 @@ def make_certificate() -> tuple[str, str]:
     Raises NetworkError if the command ``openssl`` is missing or fails.
     """
     try:
-        done = subprocess.run(_COMMAND, check=True, capture_output=True, text=True, timeout=_MAKE_S)
+        completed = subprocess.run(
+            _COMMAND, check=True, capture_output=True, text=True, timeout=_MAKE_S
+        )
     except FileNotFoundError:
         raise NetworkError(
             "network.bind: the command openssl is missing here; it makes the certificate of the run"
@@ -418,8 +422,8 @@ def make_certificate() -> tuple[str, str]:
         raise NetworkError(
             f"network.bind: openssl could not make the certificate of the run: {reason:.400}"
         ) from None
-    key, middle, rest = done.stdout.partition("-----END PRIVATE KEY-----\n")
-    return rest, key + middle
+    key, middle, certificate = completed.stdout.partition("-----END PRIVATE KEY-----\n")
+    return certificate, key + middle
 
 
 MAX_KEY_FILE_BYTES = 16 << 10
@@ -675,8 +679,8 @@ class Network:
         """
         if self.keys is None:
             return url
-        scheme, _, rest = url.partition("://")
-        return f"{scheme}://:{self.keys.token}@{rest}"
+        scheme, _, address = url.partition("://")
+        return f"{scheme}://:{self.keys.token}@{address}"
 
     def context(self) -> zmq.Context[Any]:
         """Create a ZeroMQ context for listening sockets, with an authenticator; connecting sockets

@@ -134,11 +134,11 @@ class RosterAnnouncer:
 
     def _announce_to_all(self) -> None:
         self._timer = None
-        began = process_clock.now()
+        start = process_clock.now()
         for name in self._roster:
             self.announce(name)
         now = process_clock.now()
-        self._next_round_at = now + (now - began) / SHARE
+        self._next_round_at = now + (now - start) / SHARE
 
     def _pack(self, version: int, everybody: bool) -> bytes | None:
         """Encode the changes since ``version``; None if there are none.

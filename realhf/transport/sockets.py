@@ -76,13 +76,13 @@ class HandshakeWatch:
         self.monitor = socket.get_monitor_socket(_EVENTS | (_ENDS if ends else 0))
         self.reached = self.ended = False
         self.handshakes = 0
-        self.why = ""
+        self.reason = ""
 
     @property
     def refusal(self) -> str:
         """Reason why the listener refuses this process; "" while it may still accept."""
         return (
-            self.why
+            self.reason
             if self._silent_refusals == 0 or self._silent_refusals >= MAX_SILENT_REFUSALS
             else ""
         )
@@ -97,10 +97,10 @@ class HandshakeWatch:
             self.ended = self.ended or bool(event & _ENDS)
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.handshakes += 1
-                self.why = ""
+                self.reason = ""
                 self._silent_refusals = 0
-            elif why := describe_refusal(event, value):
-                self.why = why
+            elif reason := describe_refusal(event, value):
+                self.reason = reason
                 self._silent_refusals += event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
     def close(self) -> None:
@@ -129,13 +129,13 @@ def describe_version_differences(theirs: Any, host: str) -> str:
     """Describe how the versions of a process on ``host`` differ from those of this one; "" if they
     do not."""
     own = collect_versions()
-    here = os.uname().nodename
-    other = theirs if isinstance(theirs, dict) else {}
+    own_host = os.uname().nodename
+    their_versions = theirs if isinstance(theirs, dict) else {}
     different = [
-        f"{name} {other.get(name, 'of an unknown version')!s:.40} on {host:.80}, {version} on "
-        f"{here}"
+        f"{name} {their_versions.get(name, 'of an unknown version')!s:.40} on {host:.80}, {version} on "
+        f"{own_host}"
         for name, version in own.items()
-        if other.get(name) != version
+        if their_versions.get(name) != version
     ]
     return "; ".join(different)
 
@@ -277,11 +277,11 @@ class _Router:
                 context.destroy(0)
             raise
 
-    def drop(self, why: str) -> None:
+    def drop(self, reason: str) -> None:
         """Count a malformed message, and log the 1st, 2nd, 4th, ... of them."""
         self.dropped_messages += 1
         if self.dropped_messages & (self.dropped_messages - 1) == 0:
-            _log.warning("%s dropped message %d: %s", self._name, self.dropped_messages, why)
+            _log.warning("%s dropped message %d: %s", self._name, self.dropped_messages, reason)
 
     def _read(self, identity: bytes, header: Any, payload: list[Any]) -> None:
         try:
@@ -601,7 +601,7 @@ class LoopDealer:
             self._connected()
         if self._watch.refusal or self._watch.ended:
             self.drain()  # an answer that arrived before the end is valid
-            self._lost(self._watch.why or "closed the connection")
+            self._lost(self._watch.reason or "closed the connection")
 
     def _on_connect_timeout(self) -> None:
         self._check_handshake()
@@ -629,10 +629,10 @@ def say_hello(
         network.connect(socket, endpoint)
         socket.send(hello)
         if not _wait_for_answer(socket, watch, endpoint, name, timeout_s):
-            why = f": {watch.why}" if watch is not None and watch.why else ""
+            reason = f": {watch.reason}" if watch is not None and watch.reason else ""
             raise RpcTimeout(
                 f"the master at {endpoint} did not answer worker {name!r} within {timeout_s:g} "
-                f"s{why}"
+                f"s{reason}"
             )
         return socket.recv_multipart()
     except (RpcTimeout, NetworkError):
@@ -656,15 +656,15 @@ def _wait_for_answer(
     if watch is None:
         return bool(process_clock.wait(lambda left_s: poller.poll(int(left_s * 1000)), timeout_s))
     poller.register(watch.monitor, zmq.POLLIN)
-    began = process_clock.now()
-    while (waited := process_clock.now() - began) < timeout_s:
+    start = process_clock.now()
+    while (elapsed_s := process_clock.now() - start) < timeout_s:
         limit_s = timeout_s if watch.reached else min(timeout_s, REACHED_WITHIN_S)
-        if socket in dict(poller.poll(max(1, int(1000 * (limit_s - waited))))):
+        if socket in dict(poller.poll(max(1, int(1000 * (limit_s - elapsed_s))))):
             return True
         watch.process_events()
         if watch.refusal:
             raise NetworkError(f"worker {name!r}: the master at {endpoint} {watch.refusal}")
-        if not watch.reached and process_clock.now() - began >= REACHED_WITHIN_S:
+        if not watch.reached and process_clock.now() - start >= REACHED_WITHIN_S:
             raise NetworkError(f"worker {name!r}: the master at {endpoint} {describe_unreached()}")
     return False
 

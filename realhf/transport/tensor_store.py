@@ -50,23 +50,23 @@ class TensorStore:
             raise ValueError("only samples with data can be stored")
         sizes = _value_sizes(sample)
         with self._lock:
-            known = [
+            existing = [
                 (i, key) for i in sample.ids for key in sizes if key in self._entries.get(i, ())
             ]
-            for sample_id, key in known:
-                before = self._entries[sample_id][key].producer
-                if not producer or before != producer:
+            for sample_id, key in existing:
+                previous_producer = self._entries[sample_id][key].producer
+                if not producer or previous_producer != producer:
                     raise DuplicateDataError(
                         f"{self._name}: {key} of {sample_id} is stored already (by "
-                        f"{before or 'unnamed'!r}, again"
+                        f"{previous_producer or 'unnamed'!r}, again"
                         f" by {producer or 'unnamed'!r})"
                     )
             for position, sample_id in enumerate(sample.ids):
                 entries = self._entries.setdefault(sample_id, {})
                 entry = _StoredSample(sample, position, producer)
-                fresh = [key for key in sizes if key not in entries]
-                entries.update(dict.fromkeys(fresh, entry))
-                nbytes = sum(sizes[key][position] for key in fresh)
+                new_keys = [key for key in sizes if key not in entries]
+                entries.update(dict.fromkeys(new_keys, entry))
+                nbytes = sum(sizes[key][position] for key in new_keys)
                 self._sample_nbytes[sample_id] = self._sample_nbytes.get(sample_id, 0) + nbytes
                 self._nbytes += nbytes
 
@@ -102,14 +102,14 @@ class TensorStore:
         """Remove these samples (all if None); return the bytes released. Unknown ids are
         ignored."""
         with self._lock:
-            gone = frozenset(self._entries if ids is None else ids)
-            for sample_id in gone:
+            removed_ids = frozenset(self._entries if ids is None else ids)
+            for sample_id in removed_ids:
                 self._entries.pop(sample_id, None)
-            freed = sum(self._sample_nbytes.pop(sample_id, 0) for sample_id in gone)
+            freed = sum(self._sample_nbytes.pop(sample_id, 0) for sample_id in removed_ids)
             self._nbytes -= freed
             listeners = list(self._listeners)
         for listener in listeners:
-            listener(gone)
+            listener(removed_ids)
         return freed
 
     def discard(self, sample_id: str, producer: str) -> None:

@@ -159,13 +159,13 @@ def check_manifest(manifest: WeightsManifest) -> None:
 def _views(slots: tuple[TensorSlot, ...], buffer: Buffer) -> list[Tensor]:
     import torch
 
-    whole = torch.from_numpy(buffer)
+    flat = torch.from_numpy(buffer)
     views: list[Tensor] = []
     for slot in slots:
         dtype = getattr(torch, TORCH_NAMES[slot.dtype])
         if slot.nbytes:
             views.append(
-                whole[slot.offset : slot.offset + slot.nbytes].view(dtype).reshape(slot.shape)
+                flat[slot.offset : slot.offset + slot.nbytes].view(dtype).reshape(slot.shape)
             )
         else:
             views.append(torch.empty(slot.shape, dtype=dtype))
@@ -304,9 +304,9 @@ def sweep(folder: Path, run_id: str, worker: str) -> list[str]:
         match = NAME.fullmatch(path.name)
         if match is None:
             continue
-        here = match["host"] == _host_digest()
-        alive = here and start_time(int(match["pid"])) == int(match["started"])
-        if not alive and (here or match["owner"] == _owner(run_id, worker)):
+        is_own_host = match["host"] == _host_digest()
+        alive = is_own_host and start_time(int(match["pid"])) == int(match["started"])
+        if not alive and (is_own_host or match["owner"] == _owner(run_id, worker)):
             path.unlink(missing_ok=True)
             removed.append(path.name)
     return removed

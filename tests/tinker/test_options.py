@@ -110,7 +110,7 @@ def test_what_is_owed_is_found_again_and_bodies_go_when_a_state_holds_them(tmp_p
     for seq in range(4):
         store.add_request(f"m:{seq}", "me", "forward_backward", "m", seq, b"body")
     store.finish("m:0", result=b"answer", info={"version": 1})
-    store.finish("m:1", error="no", theirs=True, info={})
+    store.finish("m:1", error="no", is_client_error=True, info={})
     store.finish("m:0", error="late", info={})
     store.close()
     store = TrainingStore(tmp_path)
@@ -118,7 +118,7 @@ def test_what_is_owed_is_found_again_and_bodies_go_when_a_state_holds_them(tmp_p
     first = store.request("m:0")
     second = store.request("m:1")
     assert (first.state, first.result, first.info) == (FINISHED, b"answer", {"version": 1})
-    assert (second.state, second.error, second.theirs) == (FAILED, "no", True)
+    assert (second.state, second.error, second.is_client_error) == (FAILED, "no", True)
     assert store.request("m:2").state == WAITING and store.request("m:9") is None
     store.update_model("m", state_seq=1)
     store.drop_bodies("m", 1)

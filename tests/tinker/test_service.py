@@ -457,7 +457,7 @@ def test_a_step_that_failed_drops_its_gradients_also_where_it_is_done_again(open
         service._process.told(Began(service._process.jobs[0].number), b"")
         service._process.lost(-9)
     assert states(service, model) == [FINISHED, FAILED, FINISHED, FAILED]
-    assert "while it did this" in service.store.request(f"{model}:4").error
+    assert "during this request" in service.store.request(f"{model}:4").error
     ask(service, model, 5)
     assert [type(work) for work in service._process.works] == [
         Create,
