@@ -230,7 +230,7 @@ def main() -> int:
         print("pretrained_model: interrupted; nothing was left", file=sys.stderr)
         return 130
     print(
-        f"{args.out}: SmolLM2-135M-Instruct {'is was_created' if was_created else 'is there already'}; train "
+        f"{args.out}: SmolLM2-135M-Instruct {'is made' if was_created else 'is there already'}; train "
         f"with model=smollm2_135m"
     )
     return 0
