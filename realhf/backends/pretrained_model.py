@@ -88,7 +88,8 @@ def make_folder(out: Path) -> bool:
                 return False
             if not (out / RECORD).is_file():
                 raise PretrainedModelError(
-                    f"{out} exists and was not created by this program; move it, or choose another --out"
+                    f"{out} exists and was not created by this program; move it, or choose "
+                    "another --out"
                 )
         partial = out.with_name(f".{out.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -230,7 +231,8 @@ def main() -> int:
         print("pretrained_model: interrupted; nothing was left", file=sys.stderr)
         return 130
     print(
-        f"{args.out}: SmolLM2-135M-Instruct {'is made' if was_created else 'is there already'}; train "
+        f"{args.out}: SmolLM2-135M-Instruct {'is made' if was_created else 'is there already'}; "
+        "train "
         f"with model=smollm2_135m"
     )
     return 0

@@ -551,7 +551,8 @@ def _check_key(
         )
     if spec.rule != "free" and lengths != expected[spec.rule]:
         raise CodecError(
-            f"{_describe_key(sample, spec)}: lengths {lengths!r:.80} do not fit {expected['L']!r:.80} "
+            f"{_describe_key(sample, spec)}: lengths {lengths!r:.80} do not fit "
+            f"{expected['L']!r:.80} "
             f"tokens"
         )
     if (

@@ -158,7 +158,8 @@ class CheckpointStore:
         return CheckpointError(
             f"checkpoint of step {step} was not written to {self.folder}: "
             f"{reason[0].lower()}{reason[1:]}; earlier "
-            "checkpoints are intact. When the disk can be written again, the same trial_name continues "
+            "checkpoints are intact. When the disk can be written again, the same trial_name "
+            "continues "
             "(exp_ctrl.keep=1 "
             "keeps one checkpoint, monitor.rollouts=0 records no rollouts)"
         )
@@ -233,7 +234,8 @@ class CheckpointStore:
         except OSError as error:
             raise CheckpointError(
                 f"{error.filename or path} cannot be read: {error.strerror or error}; whether "
-                f"the checkpoint {path.name} is intact is unknown, so nothing was changed. Run again "
+                f"the checkpoint {path.name} is intact is unknown, so nothing was changed. Run "
+                "again "
                 f"when it can be read, "
                 f"or {START_OVER}"
             ) from error
@@ -244,7 +246,8 @@ class CheckpointStore:
             yield (
                 f"the run goes on from the checkpoint of step {_order(path)[0]}, because later "
                 f"ones cannot be used: "
-                f"{'; '.join(defects)}. The next checkpoint puts them aside as {renamed}, which you "
+                f"{'; '.join(defects)}. The next checkpoint puts them aside as {renamed}, which "
+                "you "
                 f"may delete"
             )
         elif (latest_name := self._read_latest()) != path.name:

@@ -178,7 +178,8 @@ def _parse_message(argument: object) -> OpenAiMessage:
         )
     if body.get("role", "assistant") != "assistant":
         raise TypeError(
-            f"step takes a message of the model (role assistant), not of the role {str(body['role'])[:32]!r}"
+            f"step takes a message of the model (role assistant), not of the role "
+            f"{str(body['role'])[:32]!r}"
         )
     calls = body.get("tool_calls") or None
     # a message assembled from a stream may lack the id and type of a call

@@ -1,8 +1,8 @@
 """Requests for chat completions, as the ``openai`` package sends them: validation and parsing.
 
 A client sends earlier answers back, but not byte for byte: it may write JSON arguments differently,
-and an empty content as null or not at all. ``OpenAiMessage`` objects of such variants are equal; all
-other differences make them unequal.
+and an empty content as null or not at all. ``OpenAiMessage`` objects of such variants are equal;
+all other differences make them unequal.
 """
 
 from __future__ import annotations

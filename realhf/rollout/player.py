@@ -422,7 +422,8 @@ class TurnAgent:
             _log.warning(
                 "the first %d episodes offered tools, and in no turn of the policy was a call "
                 "found; where its turns "
-                "hold calls, choose the parser of their syntax with actor.tool_parser (logged once)",
+                "hold calls, choose the parser of their syntax with actor.tool_parser (logged "
+                "once)",
                 _SILENT_EPISODES,
             )
 

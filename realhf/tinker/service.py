@@ -449,7 +449,8 @@ class TrainingService:
         if free < min_free_gib:
             raise Refusal(
                 507,
-                f"the server's disk has {free:.1f} GiB left (--min-free-gib {min_free_gib:g}); try again "
+                f"the server's disk has {free:.1f} GiB left (--min-free-gib {min_free_gib:g}); "
+                "try again "
                 f"later",
             )
 

@@ -117,7 +117,8 @@ class PeerConnection:
                 self._watch.process_events()
                 if self._watch.ended or self._watch.reason:
                     raise PeerLost(
-                        f"{self._endpoint} {self._watch.reason or 'refused or closed the connection'}"
+                        f"{self._endpoint} "
+                        f"{self._watch.reason or 'refused or closed the connection'}"
                     )
             elif process_clock.now() < limit:
                 continue  # the poll included time in which this process was suspended

@@ -3,8 +3,8 @@ handshakes.
 
 A message is a header (``envelope``) and further frames. A listener belongs to an event loop
 (``LoopListener``) or has a thread of its own (``Listener``). A client belongs to an event loop
-(``LoopDealer``), or is a plain ``open_dealer`` socket for blocking code. Messages are limited in size
-before they are read, and malformed ones are dropped, counted and logged.
+(``LoopDealer``), or is the plain socket of ``open_dealer`` for blocking code. Messages are limited in
+size before they are read, and malformed ones are dropped, counted and logged.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ def describe_version_differences(theirs: Any, host: str) -> str:
     own_host = os.uname().nodename
     their_versions = theirs if isinstance(theirs, dict) else {}
     different = [
-        f"{name} {their_versions.get(name, 'of an unknown version')!s:.40} on {host:.80}, {version} on "
+        f"{name} {their_versions.get(name, 'of an unknown version')!s:.40} on {host:.80}, "
+        f"{version} on "
         f"{own_host}"
         for name, version in own.items()
         if their_versions.get(name) != version

@@ -95,8 +95,8 @@ def layer_masks(
 
     Args:
         masked: bool, true for what no layer sees.
-        outside_window: Function of a window in tokens that returns bool, true for what layers with that
-            window do not see.
+        outside_window: Function of a window in tokens that returns bool, true for what layers with
+            that window do not see.
     """
     full = additive_mask(masked, dtype)
     window = sliding_window(config)
@@ -115,7 +115,8 @@ def check_layer_kinds(config: Any) -> None:
     kinds = frozenset(getattr(config.get_text_config(), "layer_types", None) or ())
     if unsupported := sorted(kinds - {_FULL, _SLIDING}):
         raise ValueError(
-            f"{type(config).__name__}: layers of the kind {unsupported[0]} cannot generate from cached rows"
+            f"{type(config).__name__}: layers of the kind {unsupported[0]} cannot generate from "
+            "cached rows"
         )
 
 

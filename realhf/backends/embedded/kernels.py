@@ -88,8 +88,8 @@ def onednn_row_range(weight: Tensor) -> range:
 
 
 def trains_faster(weight: Tensor) -> bool:
-    """Return whether ``onednn_linear`` supports this weight and is faster than MKL in training, that is,
-    with many rows and for gradients."""
+    """Return whether ``onednn_linear`` supports this weight and is faster than MKL in training,
+    that is, with many rows and for gradients."""
     return supports_onednn(weight) and not prefers_mkl()
 
 

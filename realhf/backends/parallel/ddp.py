@@ -90,7 +90,8 @@ class GroupBackend(TorchBackend):
             return super()._build_engine(spec, model, tokenizer, **options)
         if self._world is None:
             raise RuntimeError(
-                f"{spec.role}: {spec.parallel.size} workers train together, but this one has joined no process group"
+                f"{spec.role}: {spec.parallel.size} workers train together, but this one has "
+                "joined no process group"
             )
         return self._build_group_engine(spec, self._world, model, tokenizer, **options)
 

@@ -233,7 +233,8 @@ def shard_model(
     blocks = find_blocks(model)
     if not blocks:
         raise ValueError(
-            f"{type(model).__name__} does not declare which of its modules are blocks, so it cannot be sharded"
+            f"{type(model).__name__} does not declare which of its modules are blocks, so it "
+            "cannot be sharded"
         )
     whole = ShardedModel(model)
     precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -261,8 +262,8 @@ def build_meta_copy(model: Any) -> Any:
 
 def gather_into(copy: Any | None, model: Any) -> None:
     """Gather the weights of a sharded model, one tensor at a time, into ``copy``, which
-    ``build_meta_copy`` created. With None, this rank only sends its shards. All ranks of the model must
-    call this."""
+    ``build_meta_copy`` created. With None, this rank only sends its shards. All ranks of the model
+    must call this."""
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         tensor = parameter.detach()

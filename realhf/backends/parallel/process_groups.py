@@ -220,7 +220,8 @@ class TorchWorld:
         without_gpu = [worker for worker, key in keys.items() if self._store.get(key) != b"GPU"]
         if 0 < len(without_gpu) < len(keys):
             raise CollectiveBroken(
-                f"of the workers {list(keys)} that train together {without_gpu} see no GPU, and the "
+                f"of the workers {list(keys)} that train together {without_gpu} see no GPU, and "
+                "the "
                 f"others do: place them "
                 "on hosts with GPUs (scheduler.placement), or hide those (CUDA_VISIBLE_DEVICES=)"
             )
@@ -235,7 +236,8 @@ class TorchWorld:
             raise CollectiveBroken(
                 f"torch.distributed listens at {', '.join(unexpected)} of the interface "
                 f"{self._interface}, and not at "
-                f"{self._own_address}, from where this host reaches the master: make that the first "
+                f"{self._own_address}, from where this host reaches the master: make that the "
+                "first "
                 f"address of the interface"
             )
 
@@ -366,7 +368,8 @@ class GroupRanks(Ranks):
         """
         if self._sharded and not self._active:
             raise RuntimeError(
-                "a model that is sharded over workers computes only in group calls, on all of them together"
+                "a model that is sharded over workers computes only in group calls, on all of "
+                "them together"
             )
         return self._sharded
 
@@ -544,8 +547,8 @@ def build_mesh(
 ) -> DeviceMesh:
     """Return the device mesh of a role, (fsdp,) or (dp, fsdp).
 
-    All workers of the role have to call this, after the world has created its ``list_groups``. Raises
-    CollectiveBroken.
+    All workers of the role have to call this, after the world has created its ``list_groups``.
+    Raises CollectiveBroken.
     """
     if parallel.dp == 1:
         return DeviceMesh.from_group(ranks.group, device_type, mesh_dim_names=("fsdp",))

@@ -2,9 +2,9 @@
 generation, and scoring without them.
 
 The model that generates is a second module tree over the same tensors. Only layers with adapters
-have weights of their own there, and only from ``merged_model`` to ``drop_merged``. Every merge is checked:
-rounding a sum is off by at most half the distance between neighbouring numbers, so a larger
-difference means that the merge is wrong, however small the adapters are.
+have weights of their own there, and only from ``merged_model`` to ``drop_merged``. Every merge is
+checked: rounding a sum is off by at most half the distance between neighbouring numbers, so a
+larger difference means that the merge is wrong, however small the adapters are.
 """
 
 from __future__ import annotations
@@ -221,8 +221,8 @@ def check_merge(adapted: Any, plain: Any, disable_adapters: Callable[[], Any]) -
     rounding. Without this check, an adapter missing from the merged weights would train without any
     effect on generation.
 
-    ``disable_adapters`` returns a context manager that disables the adapters. Runs three forward passes over a
-    few tokens.
+    ``disable_adapters`` returns a context manager that disables the adapters. Runs three forward
+    passes over a few tokens.
     """
     config = adapted.config.get_text_config()
     ids = ((torch.arange(_PROBE_TOKENS) * 7919 + 3) % config.vocab_size)[None].to(adapted.device)
@@ -512,7 +512,8 @@ class LoraAdapters:
         own = self.tensors()
         if differing := sorted(saved.keys() ^ own.keys()):
             raise ValueError(
-                f"adapters in {folder} are on other layers: {differing[0]} and {len(differing) - 1} more"
+                f"adapters in {folder} are on other layers: {differing[0]} and "
+                f"{len(differing) - 1} more"
             )
         for name, tensor in saved.items():
             if tensor.shape != own[name].shape:
@@ -543,7 +544,8 @@ class LoraAdapters:
                 own_value = sorted(own_value)
             if saved_value != own_value:
                 raise ValueError(
-                    f"adapters in {folder} were trained with {name}={saved_value}, here it is {own_value}: "
+                    f"adapters in {folder} were trained with {name}={saved_value}, here it is "
+                    f"{own_value}: "
                     f"continue with the "
                     "same options actor.lora"
                 )

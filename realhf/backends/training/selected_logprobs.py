@@ -78,8 +78,8 @@ class _Products:
         )
 
     def grad_head(self, slope: Tensor, hidden: Tensor, accumulated: Tensor | None) -> Tensor:
-        """Return ``accumulated`` (None: zeros) plus the gradient of the head; ``accumulated`` may be
-        overwritten."""
+        """Return ``accumulated`` (None: zeros) plus the gradient of the head; ``accumulated`` may
+        be overwritten."""
         if self.narrow:
             if accumulated is None:
                 return torch.mm(slope.t(), hidden, out_dtype=torch.float32)
@@ -140,8 +140,8 @@ def selected_logprobs(
     """Return log-probabilities of ``ids``, fp32 of the same shape, and entropies, fp32 (m,).
 
     Everything is computed in fp32, whatever the dtype of the factors (for bf16 on a GPU see
-    ``_Products``). Gradients reach ``hidden``, ``head_weight``, ``adapter`` and ``bias``; there are no
-    second derivatives. The backward pass recomputes the logits, except those of small calls, and
+    ``_Products``). Gradients reach ``hidden``, ``head_weight``, ``adapter`` and ``bias``; there are
+    no second derivatives. The backward pass recomputes the logits, except those of small calls, and
     except if only ``hidden`` needs a gradient and there is one id per row, no entropy and no cap.
 
     Args:

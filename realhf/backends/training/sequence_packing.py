@@ -250,8 +250,8 @@ def batch_padded_rows(
 ) -> list[list[int]]:
     """Return the rows ``members`` in batches that are to be padded, from longest to shortest.
 
-    A batch has at most ``max_tokens`` positions, and limited padding. A row longer than ``max_tokens`` is a
-    separate batch. ``lengths`` int64 (n,) are those of all rows. Deterministic.
+    A batch has at most ``max_tokens`` positions, and limited padding. A row longer than
+    ``max_tokens`` is a separate batch. ``lengths`` int64 (n,) are those of all rows. Deterministic.
     """
     max_tokens = BATCH_TOKENS if max_tokens is None else max_tokens
     batches: list[list[int]] = []
@@ -297,8 +297,8 @@ class RowPass:
 
 
 def build_padded_pass(rows: Sequence[PackedRow], inputs: SequenceInputs) -> RowPass:
-    """Return the padded pass of ``rows`` (at least one) over sequences of ``inputs``, with ``visible``
-    if any row has several sequences.
+    """Return the padded pass of ``rows`` (at least one) over sequences of ``inputs``, with
+    ``visible`` if any row has several sequences.
 
     Each row is padded on the right by its first token. The padding token may have a zero embedding,
     at which some models have no gradient (Gemma 3n).
@@ -380,7 +380,7 @@ def build_masks(
     config: Any, visible: Tensor, depth: Tensor, dtype: torch.dtype
 ) -> Tensor | dict[str, Tensor]:
     """Return additive masks (n, 1, width, width) of ``dtype`` for a model with this configuration:
-    one mask, or one for each kind of layer if the model expects several. ``visible`` and ``depth`` are
-    those of a ``RowPass``."""
+    one mask, or one for each kind of layer if the model expects several. ``visible`` and ``depth``
+    are those of a ``RowPass``."""
     outside_window = lambda window: depth[:, None, :, None] - depth[:, None, None, :] >= window
     return layer_masks(config, dtype, ~visible[:, None], outside_window)

@@ -42,7 +42,8 @@ def check_same_tokens(tokenizer: Any, role: str, path: str, other_path: str) -> 
             raise ModelLoadError(
                 f"{role}.path={path}: its tokenizer gives {word[:40]!r} the id {number}, which in "
                 f"{other_path} is "
-                f"{word_of_id.get(number, '')[:40]!r}; the {role} reads the tokens of that model, so it "
+                f"{word_of_id.get(number, '')[:40]!r}; the {role} reads the tokens of that "
+                "model, so it "
                 f"must have its "
                 "tokenizer"
             )
@@ -66,7 +67,8 @@ def check_dense(path: str, role: str) -> None:
     experts."""
     if experts := routed_experts(_load_config(path, role)):
         raise ModelLoadError(
-            f"{role}.path={path}: vLLM cannot be updated with the weights of its {experts} experts; use "
+            f"{role}.path={path}: vLLM cannot be updated with the weights of its {experts} "
+            "experts; use "
             f"engine.name=embedded"
         )
 

@@ -188,7 +188,8 @@ def _find_mismatch(model: Any, report: Mapping[str, Any], with_head: bool) -> st
     if mismatched := sorted(report["mismatched_keys"]):
         tensor, stored_shape, own_shape = mismatched[0]
         return (
-            f"{tensor} of the checkpoint has the shape {tuple(stored_shape)}, in {name} {tuple(own_shape)}, "
+            f"{tensor} of the checkpoint has the shape {tuple(stored_shape)}, in {name} "
+            f"{tuple(own_shape)}, "
             f"and {len(mismatched) - 1} "
             "others differ"
         )

@@ -64,7 +64,8 @@ def find_kernel(
     if dtype not in _TYPES:
         return (
             None,
-            f"variable-length attention needs bfloat16 or float16, the model has {_dtype_name(dtype)}",
+            f"variable-length attention needs bfloat16 or float16, the model has "
+            f"{_dtype_name(dtype)}",
         )
     if torch.cuda.get_device_capability(device) < _CAPABILITY:
         return (
@@ -397,7 +398,8 @@ def packed_attention(
     )
     if unsupported or dropout or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
         raise ValueError(
-            f"attention with {unsupported[0] if unsupported else 'dropout or cached keys'} cannot run over packed "
+            f"attention with {unsupported[0] if unsupported else 'dropout or cached keys'} "
+            "cannot run over packed "
             f"rows"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -494,13 +494,15 @@ class VllmGenerator:
         )
         if reason not in ("stop", "length", "aborted"):
             raise VllmError(
-                f"{self._api.url} ended a request that was not aborted, with the reason {completion.finish_reason}"
+                f"{self._api.url} ended a request that was not aborted, with the reason "
+                f"{completion.finish_reason}"
             )
         try:
             versions = [int(label) for label in completion.versions]
         except ValueError:
             raise VllmError(
-                f"{self._api.url} reports weights that another client has labelled: {completion.versions}"
+                f"{self._api.url} reports weights that another client has labelled: "
+                f"{completion.versions}"
             ) from None
         self._counts["generated_tokens"] += len(completion.token_ids)
         self._counts["prefill_tokens"] += completion.prompt_tokens - completion.cached_tokens

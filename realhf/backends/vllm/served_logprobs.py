@@ -172,7 +172,8 @@ class ServedLogprobInterface:
                 self._compared = True
                 if own_text != server_text:
                     raise ValueError(
-                        f"teacher.url={self._url}: the token {number} is {server_text[:40]!r} there and "
+                        f"teacher.url={self._url}: the token {number} is {server_text[:40]!r} "
+                        "there and "
                         f"{own_text[:40]!r} in the "
                         "actor's tokenizer; the teacher reads the actor's tokens, so it must have "
                         "the same tokenizer"

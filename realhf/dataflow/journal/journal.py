@@ -612,7 +612,8 @@ def _cut_torn_frame(path: Path, size: int) -> str:
         file.truncate(size)
         os.fsync(file.fileno())
     return (
-        f"the last {len(data)} bytes of {path} are an incomplete record, as after an interrupted write; "
+        f"the last {len(data)} bytes of {path} are an incomplete record, as after an "
+        "interrupted write; "
         f"they are kept in "
         f"{kept.name}, and the run goes on without them"
     )

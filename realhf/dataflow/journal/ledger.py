@@ -428,7 +428,8 @@ class RolloutLedger:
         if damage:
             warn(
                 f"{damage}; the run continues with the samples that the checkpoint of step "
-                f"{completed_steps} records, samples leased since then are leased again, and {notes.pop()}"
+                f"{completed_steps} records, samples leased since then are leased again, and "
+                f"{notes.pop()}"
             )
         for note in notes:
             warn(note)
