@@ -197,7 +197,7 @@ class AsyncIOSequenceBuffer:
         inputs = {mfc.name: tuple(graph.inputs(mfc.name)) for mfc in graph.mfcs}
         self.calls = {
             mfc.name: CallState(
-                mfc.name, mfc.n_seqs, inputs[mfc.name], self._bits_of(inputs[mfc.name])
+                mfc.name, mfc.n_seqs, inputs[mfc.name], self._key_bits(inputs[mfc.name])
             )
             for mfc in graph.mfcs
         }
@@ -279,7 +279,7 @@ class AsyncIOSequenceBuffer:
         """Add the keys and metadata of ``meta`` to the samples, row by row, and serve the calls
         ``readers`` with those that have become ready."""
         keys = meta.keys
-        bits = self._bits_of(keys)
+        bits = self._key_bits(keys)
         columns = meta.metadata.items()
         for row, sample in enumerate(samples):
             origin = meta, row
@@ -296,7 +296,7 @@ class AsyncIOSequenceBuffer:
             )
             self._serve(call)
 
-    def _bits_of(self, keys: Iterable[str]) -> int:
+    def _key_bits(self, keys: Iterable[str]) -> int:
         """Return a number with one bit for each key."""
         return sum(self._bits.setdefault(key, 1 << len(self._bits)) for key in keys)
 
@@ -454,7 +454,7 @@ class AsyncIOSequenceBuffer:
             raise ValueError("the buffer holds metadata only; amend with sample.meta()")
         if outputs.ids != lease.ids:
             raise ValueError("the outputs are about other samples, or in another order")
-        bits = self._bits_of(outputs.keys)
+        bits = self._key_bits(outputs.keys)
         if any(sample.bits & bits for sample in lease.samples):
             present = {key for sample in lease.samples for key in sample.keys.keys() & outputs.keys}
             raise DuplicateKeyError(f"samples already have keys {sorted(present)}")

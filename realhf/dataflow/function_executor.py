@@ -195,7 +195,7 @@ class FunctionExecutor:
     ) -> list[CallReport]:
         mfc = self.graph[name]
         if mfc.interface_type is InterfaceType.TRAIN_STEP:
-            readers = [tasks[other] for other in self._readers_of_weights(mfc.model_role)]
+            readers = [tasks[other] for other in self._find_weight_readers(mfc.model_role)]
             if readers:
                 await asyncio.wait(readers)
         reports: list[CallReport] = []
@@ -209,7 +209,7 @@ class FunctionExecutor:
             self._note_progress()
         return reports
 
-    def _readers_of_weights(self, role: str) -> list[str]:
+    def _find_weight_readers(self, role: str) -> list[str]:
         """Return the calls of a role that use its weights without training them."""
         train_step = InterfaceType.TRAIN_STEP
         return [

@@ -375,7 +375,7 @@ def make_keys(plan: RunPlan) -> Path | None:
     Return the file that its processes read them from, which exists only while this process lives;
     None for any other run. Raises OSError."""
     bind = plan.network.bind
-    return RunKeys.make().in_memory() if bind and not is_loopback_host(bind) else None
+    return RunKeys.make().move_to_memory() if bind and not is_loopback_host(bind) else None
 
 
 def _keys_option(key_file: Path | None) -> tuple[str, ...]:

@@ -226,7 +226,7 @@ class BlockingPlayer:
         An error of the engine cancels all episodes and is raised.
         """
         self._thread.check_caller()
-        with self._one_run_at_a_time():
+        with self._lock_run():
             tokens = BatchedTokens(self.player.slots, lockstep=lockstep)
             running = asyncio.run_coroutine_threadsafe(
                 self._run(requests, tokens, on_finished), self._thread.loop
@@ -237,7 +237,7 @@ class BlockingPlayer:
             except BaseException:
                 running.cancel()
                 with suppress(BaseException):
-                    self._thread.call(_let_tasks_end(), _STOP_S)
+                    self._thread.call(_await_cancelled_tasks(), _STOP_S)
                 raise
             finally:
                 engine.free([*self.player.slots])
@@ -270,7 +270,7 @@ class BlockingPlayer:
             tokens.end()
 
     @contextmanager
-    def _one_run_at_a_time(self) -> Iterator[None]:
+    def _lock_run(self) -> Iterator[None]:
         if not self._playing.acquire(blocking=False):
             raise RuntimeError("this player is playing already; one run at a time")
         try:
@@ -285,6 +285,6 @@ class BlockingPlayer:
         shut_down(self._thread, self.player, timeout_s)
 
 
-async def _let_tasks_end() -> None:
+async def _await_cancelled_tasks() -> None:
     """Give cancelled tasks of the loop time to end."""
     await asyncio.sleep(0.05)

@@ -93,7 +93,9 @@ def call_body(call: OpenAiCall) -> dict[str, Any]:
     }
 
 
-def answer(turn: AssistantMessage, prompt: Sequence[int], ids: Sequence[int]) -> OpenAiMessage:
+def build_message(
+    turn: AssistantMessage, prompt: Sequence[int], ids: Sequence[int]
+) -> OpenAiMessage:
     """Return the message that a client gets for a turn sampled as ``ids`` after ``prompt``.
 
     The ids of its calls are a hash of ``prompt`` and ``ids``. Calls that could not be parsed stay
@@ -127,17 +129,17 @@ def canonical_json(text: str) -> str:
     except CallProblem:
         return text
     return (
-        json.dumps(_plain_numbers(value), sort_keys=True, separators=(",", ":"))
+        json.dumps(_normalize_numbers(value), sort_keys=True, separators=(",", ":"))
         if end == len(words)
         else text
     )
 
 
-def _plain_numbers(value: Any) -> Any:
+def _normalize_numbers(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain_numbers(item) for key, item in value.items()}
+        return {key: _normalize_numbers(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain_numbers(item) for item in value]
+        return [_normalize_numbers(item) for item in value]
     if isinstance(value, float) and value.is_integer() and abs(value) < _WHOLE_FLOATS:
         return int(value)
     return value
@@ -319,7 +321,7 @@ class ChatRequest(BaseModel):
             raise ApiError(400, "invalid_request", problem)
         return messages
 
-    def toolbox(self) -> Tools:
+    def parse_tools(self) -> Tools:
         """Return the tools; with the choice ``none`` the policy still sees them."""
         schemas = tuple(self.tools or ())
         return Tools(schemas, bool(schemas) and self.tool_choice in (None, "auto"))

@@ -170,7 +170,7 @@ def build_app(sessions: OpenAiSessions) -> FastAPI:
     async def complete(key: str, body: ChatRequest, request: Request) -> Response:
         session = sessions.find(key)
         messages = body.conversation()
-        turn = await _wait_while_connected(session.sample(messages, body.toolbox()), request)
+        turn = await _wait_while_connected(session.sample(messages, body.parse_tools()), request)
         if turn is None:
             return Response(status_code=499)
         if await request.is_disconnected():

@@ -31,7 +31,7 @@ from realhf.api.rollout import (
     RolloutOutcome,
 )
 from realhf.rollout.episode import EpisodeLimits, TokenBuffer, make_outcome, state_number
-from realhf.rollout.openai_requests import NO_TOOLS, ApiError, OpenAiMessage, Tools, answer
+from realhf.rollout.openai_requests import NO_TOOLS, ApiError, OpenAiMessage, Tools, build_message
 
 _SLOT_STRIDE = 1 << 40
 """Difference of the cache slots of consecutive conversations of a session; more than there are
@@ -41,7 +41,7 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
-class Mark:
+class TurnMark:
     """The end of a policy turn in a conversation."""
 
     messages: int
@@ -70,7 +70,7 @@ class Branch:
     """``Tools.key`` of its tools."""
     messages: list[OpenAiMessage] = field(default_factory=list)
     """The messages that ``tokens`` encodes."""
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[TurnMark] = field(default_factory=list)
     """The ends of the policy's turns."""
     busy: bool = False
     """Whether a turn is being sampled."""
@@ -253,7 +253,7 @@ class TokenLedger:
         turn.parsed = self._chat.parse(ids, turn.tools.schemas)
         turn.answer = OpenAiMessage("assistant", turn.text)
         if turn.tools.read_calls:
-            turn.answer = answer(turn.parsed, turn.prompt, ids)
+            turn.answer = build_message(turn.parsed, turn.prompt, ids)
         return True
 
     def keep(self, turn: OpenTurn) -> None:
@@ -267,7 +267,9 @@ class TokenLedger:
         branch.messages += [*turn.messages, turn.answer]
         ended = turn.finish_reason == "stop"
         n_tokens = len(branch.tokens.completion_ids)
-        branch.marks.append(Mark(len(branch.messages), n_tokens, ended, turn.parsed, turn.reply))
+        branch.marks.append(
+            TurnMark(len(branch.messages), n_tokens, ended, turn.parsed, turn.reply)
+        )
         if branch not in self.branches:
             self.branches.append(branch)
         branch.busy = False
@@ -315,7 +317,7 @@ class TokenLedger:
 
     def _find_continuation(
         self, messages: Sequence[OpenAiMessage], tools: str
-    ) -> tuple[Branch | None, Mark | None]:
+    ) -> tuple[Branch | None, TurnMark | None]:
         """Return the conversation and the policy turn in it that ``messages`` continue, or (None,
         None).
 
@@ -323,7 +325,7 @@ class TokenLedger:
         message. A turn that is the last one of an idle conversation is preferred: it can be
         continued without a branch.
         """
-        best: tuple[Branch | None, Mark | None] = (None, None)
+        best: tuple[Branch | None, TurnMark | None] = (None, None)
         n_shared = max(
             (n for n, message in enumerate(messages, 1) if message.role == "assistant"), default=0
         )

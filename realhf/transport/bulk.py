@@ -340,11 +340,11 @@ class BulkServer:
         """Stop listening, and end all connections."""
         self._stopping = True
         if self.port:
-            _cut(self._socket)
+            _shut_down_connection(self._socket)
             self._socket.close()
         with self._lock:
             for handle in (*self._unauthenticated.values(), *self._authenticated.values()):
-                _cut(handle)
+                _shut_down_connection(handle)
 
     def _accept(self) -> None:
         for number in itertools.count():
@@ -375,7 +375,7 @@ class BulkServer:
             for handle in list(self._unauthenticated.values())[
                 : max(0, len(self._unauthenticated) + 1 - self._max_unauthenticated)
             ]:
-                _cut(handle)
+                _shut_down_connection(handle)
             self._unauthenticated[number] = connection.dup()
         threading.Thread(
             target=self._serve, args=(number, connection, host), name="bulk", daemon=True
@@ -436,7 +436,7 @@ def _refuse(connection: socket.socket, message: str) -> None:
     connection.sendall(ANSWER.pack(REFUSED, len(text)) + text)
 
 
-def _cut(connection: socket.socket) -> None:
+def _shut_down_connection(connection: socket.socket) -> None:
     """Shut down a connection; its thread sees the end and stops."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

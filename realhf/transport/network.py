@@ -476,7 +476,7 @@ class RunKeys:
         if it exists."""
         write_private(path, json.dumps(asdict(self)))
 
-    def in_memory(self) -> Path:
+    def move_to_memory(self) -> Path:
         """Keep the keys in memory of this process, see ``keep_in_memory``. Raises OSError."""
         return keep_in_memory(json.dumps(asdict(self)))
 

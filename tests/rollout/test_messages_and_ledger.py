@@ -18,7 +18,7 @@ from realhf.rollout.openai_requests import (
     ApiError,
     OpenAiCall,
     OpenAiMessage,
-    answer,
+    build_message,
     canonical_json,
 )
 from realhf.rollout.openai_sessions import TokenLedger
@@ -99,13 +99,13 @@ def test_an_answer_has_ids_of_its_own_that_the_tokens_decide(
     said = AssistantMessage(
         "words", tuple(ToolCall(name, arguments) for name, arguments in calls), text="all"
     )
-    message = answer(said, [1, 2], [3])
-    assert message == answer(said, [1, 2], [3])
+    message = build_message(said, [1, 2], [3])
+    assert message == build_message(said, [1, 2], [3])
     assert message.content == ("words" if calls else "all")
     ids = [call.id for call in message.calls]
     others = [
         call.id
-        for other in (answer(said, [1], [2, 3]), answer(said, [1, 2], [4]))
+        for other in (build_message(said, [1], [2, 3]), build_message(said, [1, 2], [4]))
         for call in other.calls
     ]
     assert len({*ids, *others}) == 3 * len(calls)
@@ -115,10 +115,10 @@ def test_an_answer_has_ids_of_its_own_that_the_tokens_decide(
 def test_what_could_not_be_read_stays_in_the_content() -> None:
     broken = ToolCall("", {}, "call_1", "<tool_call>{</tool_call>", "no JSON")
     both = AssistantMessage("words", (ToolCall("f"), broken), text="all")
-    assert answer(both, [1], [2]).content == f"words\n{broken.text}"
-    assert answer(AssistantMessage("words", (broken,), text="all"), [1], [2]) == OpenAiMessage(
-        "assistant", "all"
-    )
+    assert build_message(both, [1], [2]).content == f"words\n{broken.text}"
+    assert build_message(
+        AssistantMessage("words", (broken,), text="all"), [1], [2]
+    ) == OpenAiMessage("assistant", "all")
 
 
 STOP = chat().stop_ids[0]

@@ -340,7 +340,7 @@ async def test_templates_of_all_families_take_part(template: str, eos: str, said
     expected = format.opening(messages, TOOLS)
     for _ in range(2):
         asked = request(messages)
-        turn = ledger.begin(asked.conversation(), asked.toolbox())
+        turn = ledger.begin(asked.conversation(), asked.parse_tools())
         assert turn.prompt == expected
         ids = [*format.encode(said), format.stop_ids[0]]
         assert ledger.add(turn, GenOutput(ids, [0.0] * len(ids), [0] * len(ids), "stop"))
@@ -365,7 +365,7 @@ async def test_what_an_agent_passes_on_from_tools_and_users_holds_no_control_id(
     def control(*told: str) -> list[int]:
         ledger = TokenLedger(format, LEDGER, slot=0, seed=None)
         first = ledger.begin(
-            request([{**USER, "content": told[0]}]).conversation(), request([USER]).toolbox()
+            request([{**USER, "content": told[0]}]).conversation(), request([USER]).parse_tools()
         )
         ids = [*format.encode(call_text(1)), format.stop_ids[0]]
         ledger.add(first, GenOutput(ids, [0.0] * len(ids), [0] * len(ids), "stop"))
@@ -373,7 +373,7 @@ async def test_what_an_agent_passes_on_from_tools_and_users_holds_no_control_id(
         [call] = first.answer.calls
         reply = {"role": "tool", "tool_call_id": call.id, "content": told[1]}
         history = [{**USER, "content": told[0]}, first.answer.for_template(), reply]
-        turn = ledger.begin(request(history).conversation(), request(history).toolbox())
+        turn = ledger.begin(request(history).conversation(), request(history).parse_tools())
         assert turn.branch is first.branch and turn.prompt[len(first.prompt) :][: len(ids)] == ids
         return [token for token in turn.prompt if token in format._tokenizer.all_special_ids]
 
@@ -386,7 +386,7 @@ async def test_a_template_without_tools_refuses_them_in_words_of_the_api() -> No
     ledger = TokenLedger(plain, LEDGER, slot=0, seed=None)
     asked = request([USER])
     with pytest.raises(ApiError, match="does not read tools") as refused:
-        ledger.begin(asked.conversation(), asked.toolbox())
+        ledger.begin(asked.conversation(), asked.parse_tools())
     assert refused.value.status == 400 and not ledger.slots
 
 

@@ -470,7 +470,7 @@ class AsyncRollouts(StepSource):
     @property
     def is_evaluating(self) -> bool:
         """Whether an evaluation is being played."""
-        return self._held_out.running
+        return self._held_out.is_running
 
     async def wait_for_evaluation(self) -> None:
         """Wait until no evaluation is being played. Raises the failure of the rollouts if that

@@ -268,7 +268,7 @@ class RolloutControl:
     def record_evaluation(self, worker: str, request: EvaluatedRequest) -> None:
         """Record a worker's results for a share of an evaluation, or its failure."""
         self._evaluations.record(worker, request)
-        if self._evaluations.waiting:
+        if self._evaluations.has_waiting:
             self.wake()
 
     @property
@@ -499,7 +499,7 @@ class RolloutControl:
             return planned
         if self._rules.drop:
             self._drop(self.gate.drop_stale(step))
-        final = self.complete or (self._queue.empty and not self._open)
+        final = self.complete or (self._queue.is_empty and not self._open)
         return self.gate.release(step, final=final)
 
     def _drop(self, ids: Sequence[str]) -> None:
@@ -602,7 +602,7 @@ class RolloutControl:
         wake_all = (
             self.paused
             or self._failure is not None
-            or self._evaluations.waiting
+            or self._evaluations.has_waiting
             or self._queue.n_suspects
         )
         self._requests.wake(None if wake_all else self.capacity)

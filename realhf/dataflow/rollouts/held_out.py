@@ -80,7 +80,7 @@ class HeldOutEvaluations:
         """Held while weights are pinned or published: neither may happen during the other."""
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """Whether an evaluation is being played."""
         return self._task is not None
 
@@ -194,11 +194,11 @@ class HeldOutEvaluations:
         """Have the generation workers keep the newest weights. Returns the version and the workers
         that keep it."""
         deadline = process_clock.now() + self._timeout_s
-        while not self._weights.current and process_clock.now() < deadline:
+        while not self._weights.current_workers and process_clock.now() < deadline:
             await asyncio.sleep(_POLL_S)  # all workers have died; their successors are starting
         async with self._lock:
             await self._weights.wait_for_current()
-            names = sorted(self._weights.current)
+            names = sorted(self._weights.current_workers)
             answers = await asyncio.gather(
                 *(
                     ask(self._caller, name, PIN_WEIGHTS, Nothing(), timeout_s=self._timeout_s)

@@ -122,7 +122,7 @@ class EvaluationQueue:
         return shares
 
     @property
-    def waiting(self) -> bool:
+    def has_waiting(self) -> bool:
         """Whether there are shares that no worker has taken."""
         return bool(self._waiting)
 

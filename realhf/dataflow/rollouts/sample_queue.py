@@ -82,7 +82,7 @@ class SampleQueue:
         return len(self._suspects)
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether there is nothing to take and the source is exhausted."""
         return self.exhausted and not self.drawn and not self.n_returned
 

@@ -121,12 +121,12 @@ class WeightUpdates:
         return -1 if self._manifest is None else self._manifest.version
 
     @property
-    def digest(self) -> str:
+    def published_digest(self) -> str:
         """The digest of the newest version; "" before the first."""
         return "" if self._manifest is None else self._manifest.digest
 
     @property
-    def current(self) -> frozenset[str]:
+    def current_workers(self) -> frozenset[str]:
         """The generation workers that are listed for the rollout workers."""
         return frozenset(self._current)
 
@@ -377,12 +377,12 @@ class SelfTest:
         ``timeout_s``."""
         deadline = process_clock.now() + self._timeout_s
         await self._weights.wait_for_all()
-        while not self._weights.current and process_clock.now() < deadline:
+        while not self._weights.current_workers and process_clock.now() < deadline:
             await asyncio.sleep(_POLL_S)
             await self._weights.wait_for_all()
 
     async def _attempt(self) -> list[str]:
-        digest = self._weights.digest
+        digest = self._weights.published_digest
         before = await self._sample_probes(last=False)
         await self._weights.publish_trial(TRIAL_CHANGE)
         changed = await self._sample_probes(last=False)
@@ -390,11 +390,11 @@ class SelfTest:
         answer = await self._weights.publish_trial(
             TRIAL_RESTORE, [changed[worker] for worker in workers]
         )
-        if self._weights.digest != digest:
+        if self._weights.published_digest != digest:
             raise WrongWeights(
                 f"the trainer's weights were changed for the self-test of weight updates and are "
                 f"not as before: digest "
-                f"{self._weights.digest}, it was {digest}"
+                f"{self._weights.published_digest}, it was {digest}"
             )
         restored = await self._sample_probes(last=True)
         scores = dict(zip(workers, zip(answer.changed, answer.restored, strict=True), strict=False))
@@ -406,7 +406,7 @@ class SelfTest:
         return tested
 
     async def _sample_probes(self, *, last: bool) -> dict[str, Probe]:
-        names = sorted(self._weights.current)
+        names = sorted(self._weights.current_workers)
         calls = (
             ask(self._caller, name, PROBE_WEIGHTS, ProbeRequest(last), timeout_s=self._timeout_s)
             for name in names

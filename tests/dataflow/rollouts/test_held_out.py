@@ -205,7 +205,7 @@ async def test_all_shares_come_together_in_their_order_whatever_the_order_of_the
     queue = EvaluationQueue(8)
     playing = await begun(queue, shares(3))
     taken = queue.take(A, 4, alone=False) + queue.take(B, 9, alone=False)
-    assert len(taken) == 6 and not queue.waiting
+    assert len(taken) == 6 and not queue.has_waiting
     for part in reversed(taken):
         owner = A if taken.index(part) < 4 else B
         queue.record(owner, answer(part, success=part.greedy))
@@ -249,7 +249,7 @@ async def test_a_share_that_nobody_can_play_ends_the_evaluation_with_the_reason(
         queue.record(A, answer(part, error="no engine"))
     with pytest.raises(EvaluationFailed, match="no engine"):
         await asyncio.wait_for(playing, 60)
-    assert queue.take(A, 8, alone=True) == [] and not queue.waiting
+    assert queue.take(A, 8, alone=True) == [] and not queue.has_waiting
     assert set(await asyncio.wait_for(_played(queue), 60)) == {False, True}, (
         "the next one is played"
     )

@@ -100,7 +100,7 @@ class Scene:
 
     def stale(self) -> set[str]:
         """Those that get no requests until they have the weights that admission counts."""
-        return set(self.updates.versions.keys() - self.updates.current)
+        return set(self.updates.versions.keys() - self.updates.current_workers)
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ async def test_who_joins_late_gets_the_last_version_and_holds_nobody_up_before(
         scene.updates.versions["generation/1"] == -1
         and await scene.caller.loaded("generation/1") == 0
     )
-    assert scene.told == [0] and scene.updates.current == scene.caller.listed == {
+    assert scene.told == [0] and scene.updates.current_workers == scene.caller.listed == {
         "generation/0",
         "generation/1",
     }
@@ -221,7 +221,7 @@ async def test_the_failure_of_one_that_died_is_not_held_against_its_successor(sc
     scene.updates.worker_left("generation/0")
     scene.updates.worker_joined("generation/0")
     assert await scene.caller.loaded("generation/0") == 0
-    assert scene.failed == [] and scene.updates.current == {"generation/0"}
+    assert scene.failed == [] and scene.updates.current_workers == {"generation/0"}
 
 
 async def test_one_that_joins_and_does_not_load_within_the_deadline_is_reported(

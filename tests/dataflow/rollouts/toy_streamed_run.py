@@ -390,7 +390,7 @@ class StreamedRun:
         if not metas:
             return True
         ids = [sample_id for meta in metas for sample_id in meta.ids]
-        assert len(ids) == self.batch or self.control._queue.empty
+        assert len(ids) == self.batch or self.control._queue.is_empty
         if step in self.planned:
             assert ids == self.planned[step]
             self.repeated += 1
