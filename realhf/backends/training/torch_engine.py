@@ -228,7 +228,7 @@ class TorchEngine:
         self._threads = threads
         if self._generator is not None:
             self._generator.threads = threads
-        self._forward.pace = threads.pace
+        self._forward.pace = threads.measure_if_due
 
     @property
     def version(self) -> int:
@@ -403,7 +403,7 @@ class TorchEngine:
 
         def compute_loss(part: MicroBatch) -> Tensor:
             outputs = self._forward(part.sample, part.rows)
-            self._threads.pace()
+            self._threads.measure_if_due()
             loss, stats = loss_fn(outputs, part.sample)
             loss = loss / normaliser if normaliser != 1.0 else loss
             account.add(

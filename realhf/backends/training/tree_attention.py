@@ -370,7 +370,7 @@ class RowTrees:
         self.keys = _Gathering(self._batches, columns, keys=True)
         self._masks: dict[torch.dtype, list[Tensor | None]] = {}
 
-    def build_masks(self, dtype: torch.dtype) -> list[Tensor | None]:
+    def masks(self, dtype: torch.dtype) -> list[Tensor | None]:
         """Return the additive mask of each batch, (bundles, 1, queries, keys), or None for causal
         attention.
 
