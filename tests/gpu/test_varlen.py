@@ -13,8 +13,8 @@ import torch
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training import packed_forward
 from realhf.backends.training.varlen_attention import (
+    build_packed_layout,
     find_kernel,
-    packed_layout,
     reference_attention,
 )
 from tests.gpu.conftest import engine_of
@@ -58,7 +58,7 @@ def test_the_backward_pass_is_right_for_heads_of_every_width(
     *given, weights = (torch.randn(*shape, generator=draw).to(device) for shape in shapes)
     found: list[list[torch.Tensor]] = []
     for each, dtype in ((kernel, torch.bfloat16), (reference_attention, torch.float32)):
-        lay = packed_layout(paths, [0, 90, 90], each).to(device)
+        lay = build_packed_layout(paths, [0, 90, 90], each).to(device)
         inputs = [x.to(dtype).detach().requires_grad_() for x in given]
         output = lay.attend(inputs[0], inputs[1], inputs[2], window, head_size**-0.5)
         found.append([output, *torch.autograd.grad((output.float() * weights).sum(), inputs)])

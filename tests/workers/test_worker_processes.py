@@ -65,7 +65,7 @@ async def test_with_the_keys_of_a_run_it_takes_the_token_of_that_run_only(tmp_pa
         await master.wait_for(["env/0"], 60)
         url = master.roster["env/0"].endpoints["env"]
         assert keys.token not in url
-        address, token = split_token(network.with_token(url))
+        address, token = split_token(network.add_token(url))
         assert (address, token) == (url, keys.token)
         stranger = OpenEnvClient(url)
         ours = OpenEnvClient(url, token=token)

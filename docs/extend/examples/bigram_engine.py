@@ -40,7 +40,7 @@ class BigramEngine:
             loss = loss / normaliser
             loss.backward()
             account.add(part, float(loss), numbers, outputs.kept)
-        stats, _, kept = account.summed(Ranks())
+        stats, _, kept = account.sum_over(Ranks())
         assert self.table.grad is not None
         norm = float(self.table.grad.norm())
         if skipped := not math.isfinite(stats["loss"] + norm):

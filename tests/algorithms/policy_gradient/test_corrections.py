@@ -162,7 +162,7 @@ def test_shares_say_what_was_left_out_and_what_was_cut() -> None:
     part = replace_keys(part, shifted={"proximal_logprobs": part["packed_logprobs"] + apart})
     stats = train(options, part, part["proximal_logprobs"])[2]
     n = int(tokens.mask.sum())
-    n_rows = int(tokens.having(tokens.mask).sum())
+    n_rows = int(tokens.sequences_with(tokens.mask).sum())
     assert stats["truncated_fraction"] == pytest.approx(1 / n)
     assert stats["rejected_fraction"] == pytest.approx(int(second.sum()) / n)
     assert stats["rejected_sequences"] == pytest.approx(1 / n_rows)

@@ -341,10 +341,10 @@ def test_the_size_of_a_cache_is_an_option_or_a_share_of_what_is_free(
         cache_bytes(None, second, shared=True) == 700
         and cache_bytes(None, second, shared=False) == 1120
     )
-    assert cache_bytes(None, second, shared=True, taken=4400) == 300, (
+    assert cache_bytes(None, second, shared=True, reserved_bytes=4400) == 300, (
         "a trainer has no gradients and moments yet"
     )
-    assert cache_bytes(None, second, shared=True, taken=6000) == 0
+    assert cache_bytes(None, second, shared=True, reserved_bytes=6000) == 0
 
 
 def test_a_cache_that_finds_no_memory_says_what_to_lower(

@@ -32,9 +32,9 @@ class Watched(FsdpBackend):
 
     most = 0
 
-    def _model(self, spec: ModelSpec, dtype: torch.dtype) -> Any:
-        model = super()._model(spec, dtype)
-        if (unread := self._unread) is not None:
+    def _load_model(self, spec: ModelSpec, dtype: torch.dtype) -> Any:
+        model = super()._load_model(spec, dtype)
+        if (unread := self._folder_weights) is not None:
             read = unread.fill
 
             def fill(module: Any) -> None:

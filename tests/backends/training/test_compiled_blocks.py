@@ -114,8 +114,8 @@ def test_a_failure_to_compile_names_the_option_and_other_errors_stay(
     monkeypatch.setattr(torch_engine, "_missing_compiler", lambda device: "")
     blocks = torch_engine.CompiledBlocks(training.tiny_model(), "critic")
     said = r"critic\.compile=true: the blocks do not compile \(odd\); set false"
-    with pytest.raises(RuntimeError, match=said), blocks.on():
+    with pytest.raises(RuntimeError, match=said), blocks.use():
         raise InternalTorchDynamoError("odd")
-    with pytest.raises(ZeroDivisionError), blocks.on():
+    with pytest.raises(ZeroDivisionError), blocks.use():
         raise ZeroDivisionError
     assert all(block._compiled_call_impl is None for block in blocks._blocks)

@@ -456,7 +456,7 @@ def test_a_transfer_that_breaks_off_gives_its_buffer_back_at_once(how: str) -> N
         buffers.append(weakref.ref(buffer))
         return exporting(worker)(buffer)
 
-    calls: list[Iterator[device_transfer.Step]] = []
+    calls: list[Iterator[device_transfer.WorkerCall]] = []
     failures: list[BaseException] = []
     try:
         with transfer_calls(

@@ -485,4 +485,4 @@ def test_a_supply_survives_a_restart_without_what_was_admitted() -> None:
         ("s3", None),
         ("s4", None),
     ]
-    assert again.empty and again.take() is None
+    assert again.is_empty and again.take() is None

@@ -76,7 +76,7 @@ class Ranks:
     def alive(self) -> bool:
         try:
             for host in self.hosts.values():
-                host._opened().check()
+                host._require_dataset().check()
         except StreamFailed:
             return False
         return True
