@@ -155,7 +155,7 @@ def test_a_layer_that_wants_more_is_refused() -> None:
     trees = RowTrees([[np.arange(3)]], [[0]], 3)
     x = torch.zeros(1, 2, 3, 4)
     for more in ({"sliding_window": 2}, {"dropout": 0.1}, {"softcap": 30.0}):
-        with pytest.raises(ValueError, match="more than attention over trees"):
+        with pytest.raises(ValueError, match="features that attention over row trees lacks"):
             row_tree_attention(nn.Identity(), x, x, x, None, row_trees=trees, **more)
 
 
@@ -278,7 +278,9 @@ def test_a_kernel_is_tried_with_heads_as_wide_as_those_of_the_model(
     sizes: list[int] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(
-        varlen_attention, "fault", lambda *given: sizes.append(given[-1]) or "is off: outputs"
+        varlen_attention,
+        "find_kernel_fault",
+        lambda *given: sizes.append(given[-1]) or "is off: outputs",
     )
     assert (
         "for heads of 256, is off" in find_kernel(torch.device("cuda:0"), torch.bfloat16, (256,))[1]

@@ -237,7 +237,8 @@ def test_a_prompt_longer_than_a_row_is_still_shared(
     computed = []
     for rank in range(n_ranks):
         ranks = cast(
-            Ranks, SimpleNamespace(rank=rank, size=n_ranks, own=partial(owned, rank, n_ranks))
+            Ranks,
+            SimpleNamespace(rank=rank, size=n_ranks, select_rows=partial(owned, rank, n_ranks)),
         )
         parts = split_micro_batches(
             sample, MicroBatchSpec(max_tokens_per_mb=budget), ranks, share=True
