@@ -69,14 +69,14 @@ def test_an_episode_keeps_every_id_in_place() -> None:
 
 def test_what_breaks_the_accounting_is_refused() -> None:
     buffer = TokenBuffer([1], 4)
-    with pytest.raises(ValueError, match="follow a policy turn"):
+    with pytest.raises(ValueError, match="must follow a policy turn"):
         buffer.append_environment([2])
     with pytest.raises(ValueError, match="1 logprobs"):
         buffer.append_policy(GenOutput([2, 3], [0.0], [0, 0], "stop"))
     with pytest.raises(ValueError, match="leaves 3"):
         buffer.append_policy(turn([2, 3, 4, 5]))
     buffer.append_policy(turn([2]))
-    with pytest.raises(ValueError, match="follows the prompt or an observation"):
+    with pytest.raises(ValueError, match="must follow the prompt or an observation"):
         buffer.append_policy(turn([2]))
     buffer.append_environment([3])
     with pytest.raises(AssertionError, match="after the last policy turn"):
