@@ -36,7 +36,7 @@ SPLIT_PATTERN = (
     r"| ?[A-Za-z]+(?![A-Za-z-])"
     r"|-?[A-Za-z]+|-?\d+|[^\sA-Za-z0-9-]+|-+|\s"
 )
-"""Regular expression of the pieces of text within which BPE merges tokens."""
+"""Regular expression that splits text into pieces; BPE merges tokens only within a piece."""
 CHAT_TEMPLATE = (
     "{% if tools and show_tools %}<|user|>{% for tool in tools %}{% set tool = tool.function or "
     "tool %}"
@@ -56,12 +56,14 @@ CHAT_TEMPLATE = (
     "<|user|>{{ message['content'] }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""Chat template with two roles, policy and user. Tool results and system messages within the
-conversation are rendered as user messages. To save tokens, a system message before the first user
-message and the schemas of the tools are omitted unless the variables ``show_system`` and
-``show_tools`` are true: a model of this size learns the tools from demonstrations or by trial.
-Tools are then shown by their signatures, ``look(where, how)``. Calls have the format of Qwen,
-without line breaks."""
+"""Chat template with two roles, policy and user.
+
+Tool results and system messages within the conversation are rendered as user messages. To save
+tokens, the template omits tool schemas and a system message before the first user message, unless
+the variables ``show_tools`` and ``show_system`` are true: a model of this size learns its tools
+from demonstrations or by trial. With ``show_tools``, each tool is shown by its signature, such as
+``look(where, how)``. Calls have Qwen's format, without line breaks.
+"""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, max_positions: int) -> Any:
@@ -162,7 +164,7 @@ def build_builtin_policy(
 
 
 def main() -> None:
-    """Build the built-in policy according to the command line."""
+    """Build the built-in policy that the command-line arguments describe."""
     defaults = BuiltinModelConfig()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

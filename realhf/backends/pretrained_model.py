@@ -42,7 +42,7 @@ RECORD = "made_from.json"
 CONTEXT = 8192
 """Context length in tokens."""
 QUESTION = "What is the capital of France?"
-"""Prompt of the check of the converted model."""
+"""Prompt with which the converted model is checked."""
 ANSWER = "Paris"
 """Text that the greedy answer to ``QUESTION`` must contain."""
 ANSWER_TOKENS = 12
@@ -78,8 +78,8 @@ def find_file() -> Path:
 
 
 def make_folder(out: Path) -> bool:
-    """Create the folder ``out`` and return True; return False if it exists and is unchanged. A
-    damaged folder that this program made is replaced. Raises PretrainedModelError."""
+    """Create the folder ``out`` and return True, or return False if it exists and is unchanged. A
+    damaged folder made by this program is replaced. Raises PretrainedModelError."""
     out = out.expanduser().resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
     with _lock_folder(out):
@@ -110,7 +110,7 @@ def make_folder(out: Path) -> bool:
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether all files exist and are unchanged since they were written."""
+    """Return whether all files of a folder exist and are unchanged since they were written."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         return record["file_sha256"] == FILE_SHA256 and all(
@@ -186,7 +186,7 @@ def check_folder(folder: Path) -> None:
 
 
 def weights_digest(model: Any) -> str:
-    """Return the SHA-256 of names and values of the state dict, sorted by name."""
+    """Return a SHA-256 over the names and values of the state dict, sorted by name."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode() + b"\0" + tensor.contiguous().numpy().tobytes())
@@ -201,8 +201,8 @@ def file_digest(path: Path) -> str:
 
 @contextmanager
 def _lock_folder(out: Path) -> Iterator[None]:
-    """Return a context manager that holds a lock file next to ``out``. Raises PretrainedModelError
-    if another process holds it."""
+    """Context manager that holds a lock file next to ``out``. Raises PretrainedModelError if
+    another process holds it."""
     with out.with_name(f".{out.name}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -214,7 +214,7 @@ def _lock_folder(out: Path) -> Iterator[None]:
 
 
 def main() -> int:
-    """Create the folder. Returns 0, 1 after an error, with a message of one line, or 130 if
+    """Create the folder. Returns 0 on success, 1 after an error (printed as one line), or 130 if
     interrupted."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,5 +1,5 @@
-"""Factory of generation engines by ``engine.name``, for generation workers, and for model workers
-whose generation engine is not their own module."""
+"""Factory that creates generation engines from ``engine.name``: for generation workers, and for
+model workers that generate with an engine other than the model they train."""
 
 from __future__ import annotations
 
@@ -43,15 +43,18 @@ def make_streaming_generator(
     on_death: Callable[[str], None],
     shared: bool = False,
 ) -> Iterator[StreamingGenerator]:
-    """Return a context manager with a generation engine, which has no weights until the first
+    """Context manager that yields a generation engine, which has no weights until the first
     ``load_weights``. If the engine needs a server, the server is started and stopped with it.
 
     Args:
+        model: Model that the engine runs.
+        options: Options of the engine.
         log: Output file of the server.
-        timeout_s: Timeout of its start, seconds.
-        on_death: Called with a reason, on another thread, if the server ends by itself.
-        shared: Whether a trainer computes on the same device. Unless options define it, the engine
-            then takes at most half of the free memory of the device.
+        timeout_s: Timeout for the server's start, seconds.
+        tracer: Receives the engine's spans.
+        on_death: Called with a reason, on another thread, if the server ends unexpectedly.
+        shared: Whether a trainer computes on the same device. Unless options define its memory, the
+            engine then takes at most half of the device's free memory.
 
     Raises ModelLoadError, FileNotFoundError or TimeoutError.
     """
@@ -80,7 +83,7 @@ def make_streaming_generator(
 def _build_embedded_engine(
     model: ModelSpec, options: AsyncConfig, tracer: Tracer, shared: bool
 ) -> StreamingGenerator:
-    """Return an embedded engine with the model loaded."""
+    """Load the model and return an embedded engine."""
     from realhf.backends.embedded.continuous_batching import ContinuousGenerator
     from realhf.backends.training.torch_backend import explain_loading_oom, load_causal_lm
 
@@ -117,7 +120,7 @@ def _run_vllm_server(
     on_death: Callable[[str], None],
     shared: bool,
 ) -> Iterator[str]:
-    """Return a context manager that runs a server and yields its address."""
+    """Context manager that runs a vLLM server and yields its address."""
     from realhf.backends.vllm.server import VllmServer
 
     engine = model.engine
@@ -145,12 +148,12 @@ def _run_vllm_server(
 
 
 def server_options(model: ModelSpec, options: AsyncConfig, shared: bool) -> VllmOptions:
-    """Return the options of a server for a model.
+    """Return the vLLM server options for a model.
 
-    On CUDA it captures CUDA graphs, computes prompts in chunks, caches prefixes, and receives
-    weights from the memory of its GPUs. With ``shared``, and unless an option defines its share, it
-    gets half of the GPU memory that the trainer does not use. Raises RuntimeError, naming options,
-    if the weights do not fit there.
+    On CUDA the server captures CUDA graphs, computes prompts in chunks, caches prefixes, and
+    receives weights through its GPUs' memory. With ``shared``, and unless an option defines its
+    share, it gets half of the GPU memory that the trainer does not use. Raises RuntimeError, naming
+    options, if the weights do not fit into that.
     """
     from realhf.backends.vllm.server import VllmOptions
 
@@ -171,8 +174,8 @@ def server_options(model: ModelSpec, options: AsyncConfig, shared: bool) -> Vllm
 
 
 def _compute_server_bytes(model: ModelSpec, free: int, total: int) -> int:
-    """Return the bytes of a GPU that a server gets if the trainer of its model uses the GPU too:
-    half of the memory that is left when the trainer holds everything; the other half is for the
+    """Return the GPU memory in bytes that a server gets if the trainer of its model uses the same
+    GPU: half of what remains once the trainer has allocated everything. The other half is for the
     trainer's passes.
 
     Gradients and optimizer moments are allocated in the trainer's first update, long after the
@@ -205,8 +208,8 @@ def _compute_server_bytes(model: ModelSpec, free: int, total: int) -> int:
 
 
 def _estimate_trainer_memory(model: ModelSpec) -> TrainerMemory | None:
-    """Return the memory that the trainer of a model holds from its first update on; None if it is
-    unknown or the model does not train."""
+    """Return the memory that a model's trainer uses from its first update on; None if it is unknown
+    or the model does not train."""
     size = model_size(model.path)
     if size is None or not model.trainable:
         return None
@@ -218,8 +221,8 @@ def _estimate_trainer_memory(model: ModelSpec) -> TrainerMemory | None:
 
 
 def longest_sequence(model: ModelSpec) -> int | None:
-    """Return the configured maximum length of sequences, at most the model's context length,
-    because vLLM rejects a longer one."""
+    """Return the configured maximum sequence length, limited to the model's context length because
+    vLLM rejects a longer one."""
     config = Path(model.path) / "config.json"
     if model.engine.max_model_len is None or not config.is_file():
         return model.engine.max_model_len

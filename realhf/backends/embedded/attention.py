@@ -25,19 +25,20 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 _FULL = "full_attention"
-"""Kind of a layer that sees all tokens."""
+"""Layer type of a layer whose queries attend to all earlier tokens."""
 _SLIDING = "sliding_attention"
-"""Kind of a layer with a sliding window."""
+"""Layer type of a layer with a sliding attention window."""
 
 
 def layers_differ(config: Any) -> bool:
-    """Return whether some options differ between layers (``per_layer_config``), as in Gemma 4."""
+    """Return whether some options differ between the model's layers (``per_layer_config``), as in
+    Gemma 4."""
     return bool(getattr(config.get_text_config(), "is_heterogeneous", False))
 
 
 def layer_configs(config: Any) -> list[Any]:
-    """Return the configuration of each layer, which is the only place for options that differ
-    between layers."""
+    """Return the configuration of each layer. Options that differ between layers can be read only
+    there."""
     text = config.get_text_config()
     return (
         list(text.per_layer_config)
@@ -47,8 +48,8 @@ def layer_configs(config: Any) -> list[Any]:
 
 
 def sliding_window(config: Any) -> int | None:
-    """Return the number of tokens that the layers with a sliding window see, including their own;
-    None if no layer has a window. Raises ValueError if the sizes of windows differ."""
+    """Return the size of the sliding window in tokens, including the query's own token; None if no
+    layer has a window. Raises ValueError if the layers have windows of different sizes."""
     windows = {window for window in _windows(config) if window is not None}
     if len(windows) > 1:
         raise ValueError(
@@ -64,7 +65,8 @@ def count_sliding_layers(config: Any) -> int:
 
 
 def _windows(config: Any) -> list[int | None]:
-    """Return the sliding window of each layer, None for layers that see all tokens."""
+    """Return the sliding window of each layer in tokens, None for a layer that attends to all
+    tokens."""
     kinds = getattr(config.get_text_config(), "layer_types", None)
     if layers_differ(config):
         windows = [_window(layer) for layer in layer_configs(config)]
@@ -80,8 +82,8 @@ def _windows(config: Any) -> list[int | None]:
 
 
 def _window(layer: Any) -> int | None:
-    """Return the sliding window of a layer by its configuration, regardless of the kind of the
-    layer; None if it does not slide."""
+    """Return the sliding window in the configuration of a layer, regardless of its layer type; None
+    if it has no window."""
     window = getattr(layer, "sliding_window", None)
     slides = getattr(layer, "layer_types", None) or getattr(layer, "use_sliding_window", True)
     return int(window) if window and slides else None
@@ -90,13 +92,13 @@ def _window(layer: Any) -> int | None:
 def layer_masks(
     config: Any, dtype: torch.dtype, masked: Tensor, outside_window: Callable[[int], Tensor]
 ) -> Tensor | dict[str, Tensor]:
-    """Return the additive mask, 0 or -inf in ``dtype``, for a model with this configuration, or one
-    mask for each kind of layer if the model expects several.
+    """Return the additive attention mask of a model, 0 or -inf in ``dtype``, or a dict with one
+    mask per layer type if the model expects that.
 
     Args:
-        masked: bool, true for what no layer sees.
-        outside_window: Function of a window in tokens that returns bool, true for what layers with
-            that window do not see.
+        masked: bool, true for (query, key) pairs that are hidden in every layer.
+        outside_window: Function that takes a window in tokens and returns bool, true for the pairs
+            that are hidden in layers with that window.
     """
     full = additive_mask(masked, dtype)
     window = sliding_window(config)
@@ -111,7 +113,7 @@ def layer_masks(
 
 
 def check_layer_kinds(config: Any) -> None:
-    """Raise ValueError for layers that do not see all tokens or a sliding window of them."""
+    """Raise ValueError for a layer type other than full attention and sliding-window attention."""
     kinds = frozenset(getattr(config.get_text_config(), "layer_types", None) or ())
     if unsupported := sorted(kinds - {_FULL, _SLIDING}):
         raise ValueError(
@@ -121,7 +123,7 @@ def check_layer_kinds(config: Any) -> None:
 
 
 def additive_mask(masked: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return -inf where bool ``masked`` is set, 0 elsewhere."""
+    """Return an additive mask in ``dtype``: -inf where bool ``masked`` is true, 0 elsewhere."""
     return torch.zeros(masked.shape, dtype=dtype, device=masked.device).masked_fill_(
         masked, float("-inf")
     )
@@ -129,8 +131,8 @@ def additive_mask(masked: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextlib.contextmanager
 def use_attention(config: Any, name: str) -> Iterator[None]:
-    """Return a context manager that replaces the attention implementation ``sdpa`` of a model by
-    the registered implementation ``name``; other implementations stay."""
+    """Context manager that switches a model from the attention implementation ``sdpa`` to the
+    registered implementation ``name``. A model with another implementation is left unchanged."""
     previous = config._attn_implementation
     if previous == "sdpa":
         config._attn_implementation = name
@@ -146,8 +148,8 @@ ROW_DECODE = "row_decode"
 IGNORED_ARGUMENTS = frozenset(
     {"position_ids", "use_cache", "is_causal", "cache_position", "output_attentions"}
 )
-"""Keyword arguments that do not change attention if a mask or a layout defines what a query
-sees."""
+"""Keyword arguments that have no effect on attention when a mask or a layout defines which keys a
+query attends to."""
 
 
 def row_decode_attention(
@@ -160,11 +162,11 @@ def row_decode_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with ``query`` (n, heads, n_query, dim) over ``key``/``value`` (n, kv heads, width,
-    dim) under the additive ``attention_mask`` (n, 1, n_query, width); return ((n, n_query, heads,
-    dim), None).
+    """Attention implementation ``row_decode`` for transformers.
 
-    Computes by plain products for a single query per row on a CPU, and by ``sdpa`` otherwise.
+    Attends with ``query`` (n, heads, n_query, dim) over ``key``/``value`` (n, kv heads, width, dim)
+    under the additive ``attention_mask`` (n, 1, n_query, width). Returns ((n, n_query, heads, dim),
+    None). For a single query per row on a CPU it uses plain matrix products, otherwise ``sdpa``.
     """
     n, heads, n_query, dim = query.shape
     has_other_options = any(
@@ -190,36 +192,38 @@ AttentionInterface.register(ROW_DECODE, row_decode_attention)
 
 
 _MIN_SHARED = 64
-"""Minimum number of common columns of a block; for fewer, the additional calls cost more than the
-saved reads."""
+"""Minimum number of common columns that a block reads only once. For fewer, the additional calls
+cost more than the saved reads."""
 _MIN_KEPT = 0.75
-"""Minimum share of a block's common columns that a row must have in common too; otherwise it starts
-a new block."""
+"""Minimum fraction of a block's common columns that a row must share to join the block; otherwise
+the row starts a new block."""
 _MAX_ROWS = 16
-"""Maximum number of rows of a block without common columns."""
+"""Maximum number of rows in a block without common columns."""
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Consecutive rows of the cache that are computed together."""
+    """Consecutive cache rows whose attention is computed together."""
 
     first: int
     """First row."""
     end: int
-    """Row after the last."""
+    """Index after the last row."""
     leader: int
-    """Row whose first ``shared`` columns are read for all rows of the block."""
+    """Row whose first ``shared`` columns are read on behalf of all rows of the block."""
     shared: int
     """Number of columns that the decoding rows of the block have in common."""
     width: int
-    """Number of columns that the rows read at most."""
+    """Number of columns of the longest row in the block."""
 
 
 def row_blocks(tokens: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> list[RowBlock]:
-    """Return the blocks of the decoding ``rows`` int64 (n,), ascending.
+    """Split the decoding ``rows`` int64 (n,), ascending, into blocks.
 
-    ``positions`` int64 (n,) are those of their new tokens; ``tokens`` int64 (rows, columns) are the
-    tokens of all rows of the cache.
+    Args:
+        tokens: Tokens of all cache rows, int64 (rows, columns).
+        rows: Cache rows that decode one token each.
+        positions: Position of each row's new token, int64 (n,).
     """
     row_tokens = tokens[rows, : int(positions.max()) + 1]
     differs = row_tokens[1:] != row_tokens[:-1]
@@ -252,10 +256,9 @@ def block_attention(
 ) -> Tensor:
     """Attend with ``query`` (n, heads, dim) of the block's rows over their ``keys`` and ``values``.
 
-    ``keys`` and ``values`` are (rows of the cache, kv heads, columns, dim), the additive ``mask``
-    is (n, 1, 1, width or more); returns (n, heads * dim). Scores and softmax are fp32 for every
-    dtype, as in the kernels of the trainer: rounding a score of 16 to bfloat16 changes its weight
-    by six percent.
+    ``keys`` and ``values`` are (cache rows, kv heads, columns, dim); the additive ``mask`` is (n,
+    1, 1, width or more). Returns (n, heads * dim). Scores and softmax are fp32 for every dtype, as
+    in the trainer's kernels: rounding a score of 16 to bfloat16 changes its weight by six percent.
     """
     n = len(query)
     kv_heads = keys.shape[1]
@@ -298,8 +301,8 @@ def blocks_attention(
     blocks: Sequence[RowBlock],
     scale: float,
 ) -> Tensor:
-    """Attend with ``query`` (height, heads, dim) of all rows up to the last decoding one; return
-    (height, heads * dim), zeros for rows between blocks."""
+    """Attend with ``query`` (height, heads, dim), which covers all cache rows up to the last
+    decoding one. Returns (height, heads * dim), with zeros for rows that belong to no block."""
     if len(blocks) == 1 and blocks[0].first == 0:
         return block_attention(query, keys, values, mask, blocks[0], scale)
     parts = []

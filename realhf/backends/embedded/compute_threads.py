@@ -33,27 +33,27 @@ from realhf.base import process_clock
 _log = logging.getLogger(__name__)
 _TASKS = "/proc/self/task"
 _START_S = 10.0
-"""Timeout for the start or end of the idle team, seconds."""
+"""Timeout for starting or ending the idle team, in seconds."""
 _MARGIN = 3
-"""Number of threads of the idle team above the number of unused cores. Its first thread may not
-count for libgomp."""
+"""Number by which the idle team's threads exceed the unused cores. libgomp may not count the team's
+first thread."""
 WINDOW_S = 0.06
-"""Length of a measurement window, seconds of computing. The threads change their way of waiting
-only after one."""
+"""Length of a measurement window in seconds of computing. The threads switch between spinning and
+sleeping only at the end of a window."""
 CROWDED = 0.3
-"""Core-seconds that threads waited for a core, per second of computing, from which cores count as
-crowded. Another program on one of two cores makes it 0.3 to 0.6; one window in 200 of an idle
-machine reaches it."""
+"""Threshold above which cores count as crowded: core-seconds that threads waited for a core, per
+second of computing. Another program on one of two cores makes it 0.3 to 0.6; on an idle machine one
+window in 200 reaches it."""
 STEADY_WINDOWS = 32
-"""Number of windows that spinning has to last to count as a correct decision."""
+"""Number of windows for which spinning must last before the switch to it counts as correct."""
 LONGEST_PATIENCE = 8
-"""Maximum number of consecutive quiet windows before the threads spin again (see
-``ComputeThreads._switch``). A short burst of other load then costs half a second of sleeping, up to
-twice as slow as spinning."""
+"""Maximum number of consecutive quiet windows required before the threads spin again (see
+``ComputeThreads._switch``). A short burst of other load then costs half a second of sleeping, which
+is up to twice as slow as spinning."""
 
 
 class LinuxCoreAccount:
-    """Running total of the time that threads of this process waited for a core.
+    """Reader of the total time that this process's threads have waited for a core.
 
     One file descriptor per thread stays open, so that reading it costs a few microseconds per
     thread. Not thread-safe.
@@ -66,7 +66,7 @@ class LinuxCoreAccount:
 
     @staticmethod
     def open() -> LinuxCoreAccount | None:
-        """Return a new account, or None if the kernel does not record the waiting time."""
+        """Return a new reader, or None if the kernel does not record waiting times."""
         try:
             with open(f"{_TASKS}/{os.getpid()}/schedstat", "rb") as file:
                 return LinuxCoreAccount() if len(file.read().split()) == 3 else None
@@ -74,8 +74,8 @@ class LinuxCoreAccount:
             return None
 
     def total_waiting_s(self) -> float:
-        """Return the total time that threads of this process were ready to run without a core,
-        seconds."""
+        """Return the total time in seconds that threads of this process were ready to run but had
+        no core."""
         threads = set(os.listdir(_TASKS))
         for ended in self._files.keys() - threads:
             self._forget(ended)
@@ -113,7 +113,7 @@ class LinuxCoreAccount:
 
 
 class OmpSpin:
-    """Switch between long and short spinning of the OpenMP threads of this process.
+    """Switch between long and short spinning of this process's OpenMP threads.
 
     ``computing`` is the number of threads that compute at the same time. Not thread-safe.
     """
@@ -126,8 +126,8 @@ class OmpSpin:
 
     @staticmethod
     def find(computing: int) -> OmpSpin | None:
-        """Return the switch of the loaded libgomp, or None if the process has loaded none or
-        several."""
+        """Return the switch for the loaded libgomp, or None if the process has loaded none or more
+        than one."""
         try:
             lines = Path("/proc/self/maps").read_text().splitlines()
         except OSError:
@@ -140,11 +140,11 @@ class OmpSpin:
 
     @property
     def is_short(self) -> bool:
-        """Whether waiting threads sleep at once."""
+        """Whether waiting threads sleep at once instead of spinning."""
         return self._thread is not None
 
     def shorten(self) -> None:
-        """Let waiting threads sleep at once. Raises RuntimeError if the idle team does not
+        """Make waiting threads sleep at once. Raises RuntimeError if the idle team does not
         start."""
         if self._thread is not None:
             return
@@ -162,7 +162,7 @@ class OmpSpin:
             )
 
     def lengthen(self) -> None:
-        """Let waiting threads spin, the default of libgomp."""
+        """Make waiting threads spin, libgomp's default."""
         thread = self._thread
         release = self._release
         self._thread = self._release = None
@@ -171,8 +171,8 @@ class OmpSpin:
             thread.join(_START_S)
 
     def _park(self, ready: threading.Event, release: threading.Event) -> None:
-        """Run an empty parallel region. Its threads belong to this thread until this thread
-        ends."""
+        """Start the idle team by running an empty parallel region, then wait for ``release``. The
+        team's threads belong to the calling thread and end with it."""
         no_work = ctypes.cast(self._library.omp_get_thread_num, ctypes.c_void_p)
         self._library.GOMP_parallel(no_work, None, self._idle, 0)
         ready.set()
@@ -221,11 +221,11 @@ class ComputeThreads:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Measure the cores during a block that computes without interruption on the calling
-        thread.
+        """Context manager for computing on the calling thread without interruption; it measures
+        whether cores are free.
 
-        The time between two blocks is not measured, because other processes may then work for this
-        engine.
+        The time between two such blocks is not measured, because other processes may then work for
+        this engine.
         """
         self.use_in_this_thread()
         if self._account is None:
@@ -239,13 +239,13 @@ class ComputeThreads:
             self._measure(self._account)
 
     def measure_if_due(self) -> None:
-        """Measure the cores if a window is over. Cheap enough to be called between the passes of a
-        block."""
+        """Evaluate the current measurement window if it is over. Cheap enough to be called between
+        the passes of a block."""
         if self._account is not None and self._clock() - self._measured_at >= WINDOW_S:
             self._measure(self._account)
 
     def _measure(self, account: LinuxCoreAccount) -> None:
-        """Add the time since the last measurement to the window; evaluate the window if it is
+        """Add the time since the last measurement to the window, and evaluate the window if it is
         complete."""
         now = self._clock()
         waiting_s = account.total_waiting_s()
@@ -296,15 +296,15 @@ class ComputeThreads:
 
 
 def unmanaged_threads() -> ComputeThreads:
-    """Return compute threads that do not change the number of threads of torch."""
+    """Return compute threads that leave torch's number of threads unchanged."""
     return ComputeThreads(1, set_threads=lambda _: None)
 
 
 def threads(count: int) -> ComputeThreads:
     """Return ``count`` compute threads that sleep while other programs use the cores.
 
-    If the kernel does not record waiting times, or torch uses another OpenMP library than libgomp,
-    they always spin and a warning is logged.
+    If the kernel does not record waiting times, or torch uses an OpenMP library other than libgomp,
+    the threads always spin and a warning is logged.
     """
     if count == 1:
         return ComputeThreads(1)

@@ -32,9 +32,10 @@ from realhf.base import process_clock
 
 _log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 30.0
-"""Timeout of ``close`` for the end of the engine's thread, seconds."""
+"""Time in seconds that ``close`` waits for the engine's thread to end."""
 _SPAN_NS = 100_000_000
-"""Maximum duration of consecutive steps that the tracer gets as one span, nanoseconds."""
+"""Maximum duration in nanoseconds of consecutive steps that are reported to the tracer as one
+span."""
 
 
 @dataclass
@@ -46,23 +47,23 @@ class _PendingUpdate:
     tensors: Mapping[str, Tensor]
     """The weights, by name."""
     again: bool
-    """Whether to load the version even if it is loaded already."""
+    """Whether to load the version even if it is already loaded."""
     finished: threading.Event = field(default_factory=threading.Event)
     """Set when the update is complete or has failed."""
     error: BaseException | None = None
-    """Why it failed."""
+    """Error of a failed update; None otherwise."""
 
 
 @dataclass
 class _StepSpan:
-    """Consecutive steps that are not reported to the tracer yet."""
+    """Consecutive steps that have not been reported to the tracer yet."""
 
     start_ns: int
-    """Start, wall-clock nanoseconds."""
+    """Start of the first step in nanoseconds of wall-clock time."""
     tokens: int
-    """Number of tokens generated before the start."""
+    """Total number of tokens generated before the first step."""
     end_ns: int = 0
-    """End, wall-clock nanoseconds."""
+    """End of the last step in nanoseconds of wall-clock time."""
 
 
 class ContinuousGenerator:
@@ -136,8 +137,8 @@ class ContinuousGenerator:
     ) -> None:
         """See ``StreamingGenerator``. Raises RuntimeError after ``close``.
 
-        ``done`` receives a ValueError for a request without tokens, with options out of range or
-        for a slot with a request in progress, and the error of a failed forward pass.
+        ``done`` receives a ValueError if the request has no tokens, an option is out of range, or
+        its slot already has a request in progress. It receives the error of a failed forward pass.
         """
         stream = seed_stream(
             int.from_bytes(os.urandom(8), "little") if request.seed is None else request.seed
@@ -163,7 +164,7 @@ class ContinuousGenerator:
             self._condition.notify_all()
 
     def pause(self, timeout_s: float) -> None:
-        """See ``StreamingGenerator``. After a timeout the engine is not paused."""
+        """See ``StreamingGenerator``. If it raises TimeoutError, the engine is not paused."""
         with self._condition:
             was_paused = self._paused
             self._paused = True
@@ -337,7 +338,7 @@ class ContinuousGenerator:
             self._condition.wait()
 
     def _end_aborted(self) -> list[tuple[Done, GenOutput]]:
-        """Remove aborted requests from those in progress and from the queue; return their
+        """Remove aborted requests from the running and waiting ones; return their callbacks and
         outputs."""
         slots = self._to_abort
         self._to_abort = set()
@@ -386,7 +387,7 @@ class ContinuousGenerator:
         update.finished.set()
 
     def _start_waiting(self) -> None:
-        """Start waiting requests as long as there are rows."""
+        """Start waiting requests until the cache has no free row."""
         with self._condition:
             n_free = min(len(self._waiting), self._max_rows - len(self._running))
             candidates = [self._waiting.popleft() for _ in range(n_free)]
@@ -410,8 +411,8 @@ class ContinuousGenerator:
                 self._waiting.extendleft(reversed(not_started))
 
     def _find_error(self, turn: DecodeTurn, others: Mapping[int, object]) -> ValueError | None:
-        """Return why a request cannot start, or None. ``others`` are the slots that start with
-        it."""
+        """Return the error for a request that cannot start, or None. ``others`` are the slots that
+        start in the same round."""
         if turn.slot in self._running or turn.slot in others:
             return ValueError(f"generate: slot {turn.slot} is in play")
         try:
@@ -445,7 +446,7 @@ class ContinuousGenerator:
             _call_done(done, result)
 
     def _report_span(self) -> None:
-        """Report the steps since the last report to the tracer."""
+        """Report the steps since the last report to the tracer as one span."""
         span = self._span
         self._span = None
         if span is not None:
@@ -455,7 +456,7 @@ class ContinuousGenerator:
             )
 
     def _fail_running(self, error: Exception) -> None:
-        """Complete all requests in progress with an error."""
+        """Complete all running requests with an error."""
         with self._condition:
             failed = list(self._running.values())
             self._running = {}
@@ -464,8 +465,8 @@ class ContinuousGenerator:
             _call_done(done, error)
 
     def _fail_all(self, error: BaseException) -> None:
-        """Complete all requests and the pending weight update with an error: the engine has
-        ended."""
+        """Complete all requests and the pending weight update with an error, because the engine's
+        thread has failed."""
         failure = (
             error if isinstance(error, Exception) else RuntimeError(f"generation ended: {error!r}")
         )
@@ -487,7 +488,7 @@ class ContinuousGenerator:
 
 
 def _call_done(done: Done, result: GenOutput | Exception) -> None:
-    """Call ``done``. Its errors are logged: they must not end the engine's thread."""
+    """Call ``done`` and log its errors, which must not end the engine's thread."""
     try:
         done(result)
     except Exception:

@@ -1,10 +1,10 @@
-"""Batched decoding: assignment of cache rows to turns, prefill and sampling of one token per turn
+"""Batched decoding: assignment of cache rows to turns, prefill, and sampling of one token per turn
 and step.
 
-Both generators use it. A *turn* is a request in progress. Between two steps the last token of every
-turn was sampled (or given) but not passed through the model yet. A step first computes the missing
-tokens, one for most turns and a whole prefix for new ones, and then samples. So between steps only
-keys and values depend on the weights.
+Both generators use it. A *turn* is a request in progress. Between two steps, the last token of
+every turn has been sampled (or given) but not yet passed through the model. A step first computes
+the missing tokens (one for most turns, a whole prefix for new ones) and then samples. So between
+steps, only the cached keys and values depend on the weights.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from realhf.base.hf_config import context_limit
 
 IntArray = np.ndarray
 _MIN_DONATED = 8
-"""Minimum number of tokens to copy from another row; computing fewer is cheaper than copying
+"""Minimum number of cached tokens to copy from another row; computing fewer is cheaper than copying
 them."""
 _MAX_LEVELS = 3
-"""Maximum number of levels of prefill items in a step. Every level needs a forward pass of its
-own."""
+"""Maximum number of levels (see ``PrefillItem.level``) in a step. Each level needs its own forward
+pass."""
 _STEP_TOKENS = {"cpu": 256}
-"""Number of missing tokens that one step computes, by kind of device (``_STEP_TOKENS_DEFAULT``
-elsewhere). The turn that reaches it is still completed in the step. The bound lets running turns
-sample tokens while new turns, or turns with new weights, compute their prefixes."""
+"""Maximum number of missing tokens that a step computes, by device type; the turn that reaches it
+is still completed. The bound lets running turns sample tokens while new turns, or all turns after a
+weight update, compute their prefixes."""
 _STEP_TOKENS_DEFAULT = 8192
-"""Number of missing tokens that one step computes on other devices."""
+"""The same for all other device types."""
 _IDLE_FRACTION = 0.25
-"""Number of idle rows between the active ones, per active row, from which rows are compacted. Idle
-rows are computed too; a copy costs as much as ten steps of an idle row."""
+"""Idle rows between active ones, per active row, from which rows are compacted. Idle rows are
+computed too; a copy costs as much as computing an idle row in ten steps."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class PrefillItem:
     row: int
     """Row to fill."""
     start: int
-    """Number of tokens that are cached; the rest is computed."""
+    """Number of tokens that are already cached; the others are computed."""
     donor: int
-    """Row that the cached tokens are copied from; ``row`` itself if they are its own."""
+    """Row from which the cached tokens are copied; ``row`` itself if it holds them."""
     level: int
-    """Pass that computes the item: after all items of lower levels, one of which may be its
-    donor."""
+    """Number of the forward pass that computes the item. Items of lower levels are computed before,
+    so they can be its donor."""
 
 
 class RowTable:
@@ -113,12 +113,12 @@ class RowTable:
         self.lengths[: len(lengths)] = lengths
 
     def assign_rows(self, slots: Sequence[int], busy: Collection[int]) -> list[int]:
-        """Return a row for each of these slots, or for the first of them if there are not enough
+        """Return a row for each of these slots, or only for the first slots if there are not enough
         rows.
 
         A slot keeps its row. Otherwise it gets the first free row, or the row of the least recently
-        used slot that is neither in ``busy`` nor in ``slots``. A row may be outside of the table,
-        which the caller then has to ``resize``.
+        used slot that is neither in ``busy`` nor in ``slots``. A returned row may lie outside the
+        table; the caller then has to ``resize`` it.
         """
         row_of_slot = self._row_of_slot
         used_rows = set(row_of_slot.values())
@@ -147,10 +147,10 @@ class RowTable:
         return rows
 
     def compact(self, busy: Collection[int]) -> tuple[list[int], list[int]]:
-        """Move the rows ``busy`` to the front.
+        """Move the rows ``busy`` to the front of the table.
 
-        Returns the (source, target) rows of the contents to copy. They form a permutation, so all
-        sources have to be read before any target is written.
+        Returns the source rows and the target rows whose cache contents the caller has to copy.
+        They form a permutation, so all sources have to be read before any target is written.
         """
         slot_of = {row: slot for slot, row in self._row_of_slot.items()}
         # With n busy rows, those at n or above move to the rows below n that are not busy.
@@ -180,14 +180,15 @@ class RowTable:
         The last token is always computed, because its logits are needed. If only the last token is
         missing, a decoding step computes it, and it does not count as cached yet.
 
-        A row whose own cached prefix is short copies one from another row: rollouts of a group
-        share their prompt, and all tasks share the system message. Copies of level 0 are made
-        before anything is computed, so a row that is planned later can still be a donor.
+        If the row itself has cached only a short part of the prefix, the prefix is copied from
+        another row: rollouts of a group share their prompt, and all tasks share the system message.
+        Copies of level 0 are made before anything is computed, so even a row that is planned later
+        can be a donor.
 
         Args:
             row: The row to fill.
             prefix: The tokens, int64 (n,), at least one.
-            planned: Items that are already planned in this step, by row.
+            planned: Items already planned in this step, by row.
         """
         last = len(prefix) - 1
         start = min(self._count_common(row, prefix), last)
@@ -207,20 +208,21 @@ class RowTable:
         return PrefillItem(row, start, donor, level)
 
     def _count_common(self, row: int, prefix: IntArray) -> int:
-        """Return the length of the common prefix of ``prefix`` and the cached tokens of a row."""
+        """Return the length of the common prefix of ``prefix`` and a row's cached tokens."""
         n = min(int(self.lengths[row]), len(prefix))
         differs = self.tokens[row, :n] != prefix[:n]
         return int(differs.argmax()) if differs.any() else n
 
     def _count_common_all(self, prefix: IntArray) -> IntArray:
-        """Return the length of the common prefix of ``prefix`` and each row, int64 (rows,)."""
+        """Return the length of the common prefix of ``prefix`` and each row's cached tokens, int64
+        (rows,)."""
         same = self.tokens[:, : len(prefix)] == prefix
         run = np.where(same.all(1), same.shape[1], (~same).argmax(1))
         return np.minimum(run, self.lengths)
 
 
 def remaining_tokens(request: GenRequest, config: GenConfig, limit: int) -> int:
-    """Return the number of tokens that a request may still sample in a context of ``limit``
+    """Return the number of tokens that a request may still sample if the context holds ``limit``
     tokens."""
     return min(config.max_new_tokens - request.sampled, limit - len(request.token_ids))
 
@@ -238,21 +240,21 @@ class DecodeTurn:
     budget: int
     """Number of tokens that the turn may sample."""
     stream: int
-    """Seed of its random numbers (``sampling.uniform_at``)."""
+    """Seed of the turn's random numbers (``sampling.uniform_at``)."""
     draws: np.ndarray | None = None
-    """Random numbers to use instead of those of ``stream``, fp64 (tokens,)."""
+    """Random numbers to use instead of those from ``stream``, fp64 (tokens,)."""
     row: int = -1
-    """Its row of the cache, -1 before it has one."""
+    """The turn's cache row, -1 before one is assigned."""
     cached: bool = False
-    """Whether all tokens but the last one are cached, or planned to be in this step."""
+    """Whether all tokens but the last are cached, or will be by this step's plan."""
     reason: str = ""
-    """Why it ended: ``stop`` or ``length``; empty while it runs."""
+    """Finish reason, ``stop`` or ``length``; empty while the turn runs."""
     token_ids: list[int] = field(default_factory=list)
     """Sampled tokens."""
     logprobs: list[float] = field(default_factory=list)
     """Log-probabilities of the sampled tokens."""
     versions: list[int] = field(default_factory=list)
-    """Versions of the weights that sampled the tokens."""
+    """Weight version that sampled each token."""
 
     @property
     def slot(self) -> int:
@@ -261,12 +263,13 @@ class DecodeTurn:
 
     @property
     def length(self) -> int:
-        """Number of tokens of the sequence, given and sampled."""
+        """Number of tokens in the sequence, given and sampled."""
         return len(self.request.token_ids) + len(self.token_ids)
 
     @property
     def below_minimum(self) -> bool:
-        """Whether the turn has fewer than ``min_new_tokens``, so that stop ids are banned."""
+        """Whether the turn has sampled fewer than ``min_new_tokens``, so that stop ids are
+        banned."""
         return self.request.sampled + len(self.token_ids) < self.config.min_new_tokens
 
     def prefix(self) -> np.ndarray:
@@ -276,7 +279,7 @@ class DecodeTurn:
         )
 
     def output(self) -> GenOutput:
-        """Return the sampled tokens as the output of the request."""
+        """Return the sampled tokens as the request's output."""
         return GenOutput(self.token_ids, self.logprobs, self.versions, self.reason)
 
 
@@ -362,10 +365,11 @@ class DecodeCore:
         self._forward_pass = None
 
     def join(self, turns: Sequence[DecodeTurn]) -> int:
-        """Start as many of the first turns as there are rows for, and return their number.
+        """Start as many of ``turns`` as there are rows for, from the first one on; return their
+        number.
 
-        It is at least one if no turn is in progress. The length of a turn plus its budget must fit
-        into the model's context, and the slots of all turns must be different.
+        It is at least one if no turn is in progress. A turn's length plus its budget must fit into
+        the model's context, and all turns must have different slots.
         """
         if not turns:
             return 0
@@ -412,7 +416,7 @@ class DecodeCore:
         return fitting if self._max_rows is None else min(fitting, self._max_rows)
 
     def _reserve(self, rows: int, columns: int, max_rows: int | None) -> None:
-        """Enlarge the cache to at least ``rows`` and ``columns``, with reserve for further
+        """Enlarge the cache to at least ``rows`` and ``columns``, and more to allow for further
         growth."""
         allocated = self._cache.rows
         required = rows
@@ -429,7 +433,7 @@ class DecodeCore:
             self._table.resize(self._cache.rows, self._cache.columns)
 
     def _describe_cache(self, rows: int, columns: int) -> str:
-        """Return the size of a cache and the options that lower it, for an error message."""
+        """Return an error text with the size of a cache and the options that lower it."""
         bound = (
             "not set"
             if self._max_cache_bytes is None
@@ -491,8 +495,9 @@ class DecodeCore:
     def _compute(self) -> tuple[list[DecodeTurn], Tensor]:
         """Compute the missing tokens of the turns.
 
-        Returns the turns whose next token can be sampled and their logits (n, vocabulary). There is
-        one pass per level of the plan; the last one also decodes the turns whose prefix is cached.
+        Returns the turns whose next token can be sampled, and their logits (n, vocabulary). There
+        is one forward pass per level of the plan; the last pass also decodes the turns whose prefix
+        is cached.
         """
         plan = self._plan()
         turns: list[DecodeTurn] = []
@@ -521,7 +526,8 @@ class DecodeCore:
         return turns, torch.cat(logits) if len(logits) > 1 else logits[0]
 
     def _plan(self) -> list[tuple[DecodeTurn, PrefillItem]]:
-        """Return the turns to prefill in this step with their plans, up to the tokens of a step."""
+        """Return the turns to prefill in this step with their plans, up to the step's token
+        limit."""
         planned: dict[int, PrefillItem] = {}
         plan: list[tuple[DecodeTurn, PrefillItem]] = []
         n_tokens = 0
@@ -538,8 +544,8 @@ class DecodeCore:
         return plan
 
     def _build_decoding(self, ready: list[DecodeTurn]) -> Decoding | None:
-        """Return the decoding of one token for each turn, None without a turn. Sorts ``ready`` by
-        row."""
+        """Return a ``Decoding`` of one token for each turn, None if there is no turn. Sorts
+        ``ready`` by row."""
         if not ready:
             return None
         ready.sort(key=lambda turn: turn.row)
@@ -614,8 +620,8 @@ class DecodeCore:
         return all_tokens, all_logprobs
 
     def _banned_tokens(self, turns: list[DecodeTurn], logits: Tensor) -> Tensor | None:
-        """Return the tokens that turns below their minimum length may not sample, bool (n,
-        vocabulary)."""
+        """Return bool (n, vocabulary), true for tokens that a turn below its minimum length must
+        not sample; None if there is no such turn."""
         below_minimum = [i for i, turn in enumerate(turns) if turn.below_minimum and turn.stops]
         if not below_minimum:
             return None

@@ -1,5 +1,5 @@
-"""Forward pass over cached rows, by the modules of transformers or, for Llama and Qwen, without
-them.
+"""Forward passes over cached rows, computed by transformers' modules or, for Llama and Qwen, by a
+faster decoder without them.
 
 A pass consists of *decoding*, which feeds one token to each of many rows, and *pieces*, the missing
 tokens of rows that join. For small models on a CPU, the Python layers around the arithmetic cost
@@ -39,15 +39,15 @@ from realhf.backends.embedded.kernels import (
 from realhf.backends.embedded.kv_cache import RowCache
 
 _PASS_TOKENS = 4096
-"""Maximum number of padded tokens of one pass over pieces, which bounds the memory of mask and
-activations."""
+"""Maximum number of tokens in one pass over pieces, padding included; it bounds the memory of mask
+and activations."""
 _PADDING_TOKENS = 768
-"""Padding tokens that cost a small model as much as another pass."""
+"""Number of padding tokens that cost a small model as much as one more pass."""
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """Decoding of one token for each of n rows of the cache."""
+    """Input of a pass that decodes one token for each of n cache rows."""
 
     rows: np.ndarray
     """Rows, int64 (n,), ascending."""
@@ -56,8 +56,8 @@ class Decoding:
     positions: np.ndarray
     """Position of each of these tokens, int64 (n,)."""
     cached: np.ndarray
-    """Tokens of all rows of the cache, int64 (rows, columns), which show the common prefixes of
-    rows."""
+    """Tokens of all cache rows, int64 (rows, columns), from which the rows' common prefixes are
+    found."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class PrefillPiece:
     start: int
     """Position of the first token."""
     tokens: np.ndarray
-    """int64 (m,)."""
+    """The tokens, int64 (m,)."""
 
     @property
     def end(self) -> int:
@@ -78,8 +78,8 @@ class PrefillPiece:
 
 
 class ModulePass:
-    """Logits of any causal language model of transformers; keys and values of all tokens are
-    written to ``cache``. ``limit`` is the maximum number of positions of the model."""
+    """Forward pass of any causal language model of transformers. It writes the keys and values of
+    all tokens to ``cache``; ``limit`` is the model's maximum number of positions."""
 
     def __init__(self, model: Any, cache: RowCache, limit: int) -> None:
         self._model = model
@@ -88,8 +88,8 @@ class ModulePass:
         check_layer_kinds(model.config)
 
     def run(self, decoding: Decoding | None, pieces: Sequence[PrefillPiece]) -> Tensor:
-        """Return logits (decoding rows + pieces, vocabulary) after the last token of each, decoding
-        rows first."""
+        """Return the logits after the last token of each decoding row and then of each piece,
+        (decoding rows + pieces, vocabulary)."""
         with use_attention(self._model.config, ROW_DECODE):
             logits = [] if decoding is None else [self._decode(decoding)]
             by_piece: list[Tensor | None] = [None] * len(pieces)
@@ -102,8 +102,9 @@ class ModulePass:
         return torch.cat(logits)
 
     def _decode(self, decoding: Decoding) -> Tensor:
-        """Feed all rows up to the last decoding one. The idle rows among them get a token in their
-        last column, which is never read: the last token of a sequence is sampled but not fed."""
+        """Feed one token to each row up to the last decoding one. Idle rows in between get a token
+        in their last column, which is never read: the last token of a sequence is sampled but not
+        fed."""
         n = int(decoding.rows[-1]) + 1
         idle_position = min(self._cache.columns, self._limit) - 1
         tokens = np.full(n, decoding.tokens[0], dtype=np.int64)
@@ -120,8 +121,8 @@ class ModulePass:
         return logits[self._to_index(decoding.rows)]
 
     def _prefill(self, pieces: Sequence[PrefillPiece]) -> Tensor:
-        """Feed pieces, padded on the left by their own first tokens so that the last query of every
-        row is its last token."""
+        """Feed pieces as one batch. They are padded on the left with their own first tokens, so
+        that the last query of every row is its last token."""
         starts = np.array([p.start for p in pieces])
         ends = np.array([p.end for p in pieces])
         n_query = int((ends - starts).max())
@@ -161,8 +162,8 @@ class ModulePass:
 
 
 def _chunks(pieces: Sequence[PrefillPiece]) -> list[list[int]]:
-    """Group the indices of pieces by number of tokens, with limits of the padding and of the tokens
-    of a pass."""
+    """Group the indices of pieces of similar length into passes that respect the limits on padding
+    and on tokens."""
     sizes = [len(piece.tokens) for piece in pieces]
     chunks: list[list[int]] = []
     for i in sorted(range(len(pieces)), key=lambda i: (sizes[i], i)):
@@ -178,18 +179,19 @@ def _chunks(pieces: Sequence[PrefillPiece]) -> list[list[int]]:
 
 _log = logging.getLogger(__name__)
 _FAMILY = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-"""Architectures that ``FastDecoder`` implements."""
+"""Model architectures that ``FastDecoder`` implements."""
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
-"""Rotary embeddings that do not depend on the length of the text."""
+"""Types of rotary embeddings that do not depend on the sequence length."""
 _PROBE_TOKENS = MIN_ROWS + 6
-"""Length of the text that the decoder is compared with the model on, long enough for oneDNN's
+"""Number of tokens on which the decoder is compared with the model, enough to use oneDNN's
 products."""
 _TOLERANCE = 1e-4
-"""Maximum difference from the model's logits: root mean square, relative to that of the logits."""
+"""Maximum difference from the model's logits: root mean square, relative to that of the logits
+themselves."""
 
 
 def build_fast_decoder(model: Any, cache: RowCache) -> FastDecoder | None:
-    """Return a decoder of ``model`` if its logits on a short text equal those of the model.
+    """Return a fast decoder for ``model`` if its logits on a short test sequence equal the model's.
     Otherwise log a warning and return None."""
     reason = _find_unsupported(model)
     if reason is None:
@@ -216,7 +218,7 @@ def _tolerance(model: Any) -> float:
 
 
 def _find_unsupported(model: Any) -> str | None:
-    """Return why ``FastDecoder`` does not support a model, or None."""
+    """Return the reason why ``FastDecoder`` does not support a model, or None if it does."""
     config = model.config
     if type(model).__name__ not in _FAMILY:
         return "another architecture"
@@ -245,8 +247,8 @@ def _find_unsupported(model: Any) -> str | None:
 
 
 def _measure_difference(model: Any) -> float:
-    """Return the relative difference of the logits of decoder and model, on a text that is fed as a
-    piece and then token by token."""
+    """Return the relative difference between the decoder's and the model's logits on a test
+    sequence, which is fed first as a piece and then token by token."""
     device = model.device
     ids = (torch.arange(_PROBE_TOKENS) * 7919 + 3) % model.config.vocab_size
     expected = model(input_ids=ids[None].to(device), use_cache=False).logits[0]
@@ -269,7 +271,7 @@ def _measure_difference(model: Any) -> float:
 
 
 class _RmsNorm:
-    """RMS norm with the weight of a module."""
+    """RMS norm that uses the weight of a given module."""
 
     def __init__(self, module: Any) -> None:
         self._parameters = module._parameters
@@ -281,8 +283,7 @@ class _RmsNorm:
 
 
 class _Linear:
-    """Map of ``x`` (n, in) to (n, out) by a linear layer, with the faster kernel for that number of
-    rows."""
+    """Linear layer that maps ``x`` (n, in) to (n, out) with the faster kernel for n rows."""
 
     def __init__(self, module: nn.Linear) -> None:
         self._parameters = module._parameters
@@ -320,7 +321,7 @@ class _Layer:
 
 
 class _PassPlan:
-    """Rows, columns and masks of the tokens of one pass, which are the same for all layers."""
+    """Rows, columns and masks of one pass's tokens, the same for all layers."""
 
     def __init__(
         self,
@@ -372,12 +373,12 @@ class _PassPlan:
 
 
 class FastDecoder:
-    """Same as ``ModulePass``, for Llama and Qwen, without the modules of transformers.
+    """Faster equivalent of ``ModulePass`` for Llama and Qwen, without transformers' modules.
 
-    The tokens of all rows are concatenated without padding; only attention separates rows.
-    Attention of decoding rows is computed by batched products over the cache in place; idle rows
-    between them are computed too, and discarded. Parameters are read from the model in every pass,
-    so weights that are copied into it, or replaced, take effect.
+    The tokens of all rows are concatenated without padding; only attention separates rows. Decoding
+    rows attend by batched products over the cache in place; idle rows between them are computed too
+    and discarded. Parameters are read from the model in every pass, so weights that are copied into
+    it, or replaced, take effect.
     """
 
     def __init__(self, model: Any, cache: RowCache) -> None:

@@ -26,9 +26,9 @@ class EmbeddedGenerator:
     Args:
         model: The model.
         version: Function that returns the version of the weights, called in every ``generate``.
-        ready: Function called before ``version``; it may still write weights.
-        max_bytes: Function that returns the maximum size of keys and values in bytes, None for no limit.
-            Requests that do not fit wait until others have ended.
+        ready: Function called before ``version``; it may update the weights.
+        max_bytes: Function that returns the maximum size of keys and values in bytes, None for no
+            limit. Requests that do not fit wait until others have ended.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class EmbeddedGenerator:
         self.core.free(slots)
 
     def release(self) -> None:
-        """Release all slots and free the memory of their keys and values until the next call."""
+        """Release all slots and free the memory of the keys and values until the next
+        ``generate``."""
         self.core.release()
 
     def generate(
@@ -115,7 +116,7 @@ class EmbeddedGenerator:
     ) -> list[DecodeTurn]:
         """Return the turns of these requests.
 
-        A request without a seed gets the random numbers of all its steps in advance, so that its
+        A request without a seed gets the random numbers for all its tokens in advance, so that its
         tokens do not depend on when other requests end.
         """
         chunk = config.new_tokens_per_chunk or config.max_new_tokens

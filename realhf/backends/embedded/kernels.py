@@ -29,23 +29,25 @@ from torch.autograd.function import once_differentiable
 MIN_ROWS = 32
 """Minimum number of rows for ``onednn_linear``; for fewer, the call costs more than it saves."""
 _LARGE_WEIGHT = 1 << 22
-"""Minimum number of elements of a large weight, such as the projection to the vocabulary."""
+"""Minimum number of elements for a weight to count as large, such as the projection to the
+vocabulary."""
 _MIN_ROWS_LARGE = 4
-"""Minimum number of rows for a large weight: a product of 4 to 16 rows with a weight of 49,152 x
-576 takes half to two thirds of MKL's time."""
+"""Minimum number of rows for a large weight: multiplying 4 to 16 rows by a weight of 49,152 x 576
+takes half to two thirds of MKL's time."""
 _MIDDLE_WEIGHT = 3 << 18
-"""Minimum number of elements of a weight for which oneDNN can be faster on Intel processors."""
+"""Minimum number of elements of a weight for which oneDNN can be faster than MKL on Intel
+processors."""
 _MAX_ROWS_MIDDLE = 16
-"""Number of rows from which on MKL is used there: with a weight of 1,536 x 576, oneDNN is a quarter
-faster with 8 rows and as fast with 16."""
+"""Number of rows from which MKL is used for such a weight on Intel processors: with a weight of
+1,536 x 576, oneDNN is a quarter faster with 8 rows and as fast with 16."""
 _MAX_ROWS_LARGE = 33
-"""The same for a large weight: with 49,152 x 576, oneDNN is twice as fast with 8 rows, and a
-quarter faster with 32."""
+"""Number of rows from which MKL is used for a large weight on Intel processors: with a weight of
+49,152 x 576, oneDNN is twice as fast with 8 rows, and a quarter faster with 32."""
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``x`` (..., in) times the transpose of ``weight`` (out, in), plus ``bias``; float32 on
-    the CPU, in any memory layout."""
+    """Return ``x`` (..., in) times the transpose of ``weight`` (out, in), plus ``bias``. All are
+    float32 on the CPU, in any memory layout."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
@@ -77,8 +79,8 @@ def use_onednn(model: nn.Module) -> int:
 
 
 def onednn_row_range(weight: Tensor) -> range:
-    """Return the range of the number of rows for which ``onednn_linear`` is faster than MKL with
-    this weight, without gradients."""
+    """Return the numbers of rows for which ``onednn_linear`` is faster than MKL with this weight in
+    a forward pass without gradients."""
     large = weight.numel() >= _LARGE_WEIGHT
     if not prefers_mkl():
         return range(_MIN_ROWS_LARGE if large else MIN_ROWS, sys.maxsize)
@@ -88,13 +90,13 @@ def onednn_row_range(weight: Tensor) -> range:
 
 
 def trains_faster(weight: Tensor) -> bool:
-    """Return whether ``onednn_linear`` supports this weight and is faster than MKL in training,
-    that is, with many rows and for gradients."""
+    """Return whether ``onednn_linear`` supports this weight and trains faster than MKL, that is,
+    with many rows and including the gradients."""
     return supports_onednn(weight) and not prefers_mkl()
 
 
 def supports_onednn(weight: Tensor) -> bool:
-    """Return whether ``onednn_linear`` supports this weight, and oneDNN is not disabled
+    """Return whether ``onednn_linear`` supports this weight and oneDNN is enabled
     (``torch.backends.mkldnn``)."""
     plain = weight.device.type == "cpu" and weight.dtype == torch.float32
     return plain and _has_onednn() and bool(torch.backends.mkldnn.enabled)
@@ -118,9 +120,10 @@ def prefers_mkl() -> bool:
 
 
 def _without_view(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, a tensor without other references, such that it is not a view. Products of
-    inputs with more than two dimensions are views of a matrix. Autograd does not allow in-place
-    changes of a view from a custom function, which models make that clamp or scale a projection."""
+    """Return ``tensor`` (which must have no other references) as a tensor that is not a view.
+    Products of inputs with more than two dimensions are views of a matrix, and autograd forbids
+    in-place changes to a view returned by a custom function. Models that clamp or scale a
+    projection make such changes."""
     return torch.ops.aten._unsafe_view(tensor, tensor.shape) if tensor._is_view() else tensor
 
 
@@ -201,7 +204,7 @@ class _LoraLinearFunction(torch.autograd.Function):
 
 
 _TOLERANCE = 1e-5
-"""Maximum difference, relative and absolute, of a norm that ``FewPassNorm`` replaces."""
+"""Maximum relative and absolute difference from a norm that ``FewPassNorm`` replaces."""
 
 
 class FewPassNorm(nn.Module):
@@ -259,9 +262,8 @@ def use_few_pass_norms(model: nn.Module) -> int:
 
 @torch.no_grad()
 def _is_plain_rms_norm(module: nn.Module) -> bool:
-    """Return whether a module is an RMS norm without additions. A copy of it with its own weight is
-    tested on one input, since the weight of the module may be sharded over ranks, or not be loaded
-    yet."""
+    """Return whether a module computes exactly an RMS norm. A copy with its own weight is tested on
+    one input, because the module's weight may be sharded over ranks or not loaded yet."""
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or not hasattr(module, "variance_epsilon"):
         return False

@@ -18,12 +18,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 _COLUMN_BLOCK = 64
-"""Allocation unit of columns."""
+"""Columns are allocated in multiples of this number."""
 
 
 @dataclass
 class _Access:
-    """Rows of the current forward pass and targets of its new tokens."""
+    """Cache rows that the current forward pass reads, and the positions to which it writes its new
+    tokens."""
 
     rows: Tensor | None = None
     """Rows of the pass, int64 (n,), or None for the first ``count`` rows."""
@@ -39,10 +40,11 @@ class _Access:
     """Index of every new token in the flattened (n, n_query) input, int64 (n_new,), or None for all
     in order."""
     targets: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """Results of ``target``."""
+    """Cached results of ``target``."""
 
     def target(self, heads: int, columns: int) -> Tensor:
-        """Return the flat (row, head, column) indices of the new entries, int64 (n_new * heads,).
+        """Return the indices of the new entries in the flattened (row, head, column) storage, int64
+        (n_new * heads,).
 
         They are computed once per pass for all layers of the same shape.
         """
@@ -65,7 +67,7 @@ class _Shared:
     columns: int = 0
     """Number of allocated columns."""
     access: _Access = field(default_factory=_Access)
-    """Rows and targets of the current pass."""
+    """Rows and write positions of the current pass."""
 
 
 class RowLayer(CacheLayerMixin):
@@ -93,8 +95,8 @@ class RowLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store the new entries (n, heads, n_query, head_dim); return (n, heads, width, head_dim)
-        each."""
+        """Store the new entries (n, heads, n_query, head_dim). Returns the keys and the values of
+        the pass's rows, (n, heads, width, head_dim) each."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         access = self._shared.access
@@ -135,7 +137,8 @@ class RowLayer(CacheLayerMixin):
                 used.index_copy_(0, target, used.index_select(0, source))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (width, offset) of the attention mask: the columns of this pass from 0 on."""
+        """Return the width and the offset of the attention mask: this pass reads the columns from 0
+        on."""
         return self._shared.access.width, 0
 
     def get_seq_length(self) -> int:
@@ -143,12 +146,12 @@ class RowLayer(CacheLayerMixin):
         return self._shared.access.width
 
     def get_max_length(self) -> int:
-        """Return -1: no limit."""
+        """Return -1, which means no limit."""
         return -1
 
 
 class RowCache(Cache):
-    """``Cache`` of transformers with preallocated rows. All index tensors are on the model's
+    """transformers ``Cache`` with preallocated rows. All index tensors are on the model's
     device."""
 
     layers: list[Any]
@@ -175,8 +178,8 @@ class RowCache(Cache):
         )
 
     def storage(self, layer: int, heads: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer, (rows, heads, columns, dim) each, for a forward pass
-        that writes them itself. They have dtype and device of ``like``."""
+        """Return the keys and values of a layer, (rows, heads, columns, dim) each, for a forward
+        pass that writes them itself. They have the dtype and device of ``like``."""
         while len(self.layers) <= layer:
             self.layers.append(RowLayer(self._shared))
         row_layer = self.layers[layer]
@@ -186,7 +189,7 @@ class RowCache(Cache):
         return row_layer.keys, row_layer.values
 
     def columns_after_reserve(self, columns: int) -> int:
-        """Return the number of columns that are allocated if this number is reserved."""
+        """Return the number of columns that ``reserve`` would allocate for ``columns``."""
         allocated = self._shared.columns
         if columns <= allocated:
             return allocated

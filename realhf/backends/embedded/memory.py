@@ -1,4 +1,4 @@
-"""Memory management: cache budgets, release of freed heap memory, and explained out-of-memory
+"""Memory management: cache budgets, release of freed heap memory, and helpful out-of-memory
 errors."""
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from realhf.backends.embedded.attention import layer_configs
 from realhf.base.text import first_line
 
 _OOM_MESSAGES = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Texts of a RuntimeError that reports missing memory: host memory, and GPU memory outside of
-torch's allocator."""
+"""Texts by which a RuntimeError is recognised as an out-of-memory error of host memory, or of GPU
+memory outside torch's allocator."""
 SHARED_GPU_FRACTION = 0.5
-"""Fraction of the free GPU memory for a cache on a GPU that is shared with training, whose
+"""Fraction of the free GPU memory that a cache gets on a GPU shared with training, whose
 activations need the rest."""
 DEDICATED_GPU_FRACTION = 0.8
-"""Fraction of the free GPU memory for a cache on a GPU that only generates; passes need the
-rest."""
+"""Fraction of the free GPU memory that a cache gets on a GPU that only generates; forward passes
+need the rest."""
 FREE_HEAP_BYTES = 1 << 26
-"""Amount of freed memory that the C library may always keep, bytes."""
+"""Amount of freed memory in bytes that the C library may always keep."""
 _HEAP_GROWTH = 1.01
-"""Ratio of the resident memory to that after the largest pass, above which (with
-``_HEAP_GROWTH_BYTES`` in addition) freed memory is returned to the system. Below it is kept for the
-next pass, because allocating it again from the system takes a sixth of the time of a pass."""
+"""Freed memory is returned to the system when resident memory exceeds this multiple of its size
+after the largest pass (plus ``_HEAP_GROWTH_BYTES``). Below that it is kept for the next pass,
+because allocating it from the system again takes a sixth of the time of a pass."""
 _HEAP_GROWTH_BYTES = 1 << 23
-"""Additional growth of the resident memory that is tolerated, bytes."""
+"""Growth of the resident memory in bytes that is tolerated in addition."""
 
 
 def oom_message(error: BaseException) -> str | None:
@@ -45,9 +45,11 @@ def oom_message(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def explain_oom(explanation: Callable[[], str]) -> Iterator[None]:
-    """Raise RuntimeError ``out of memory <explanation>`` for an out-of-memory error in the block.
+    """Context manager that turns an out-of-memory error in its block into the RuntimeError ``out of
+    memory <explanation>``.
 
-    ``explanation`` is called only then; it names what needed the memory and the option to change.
+    ``explanation`` is called only after such an error. It returns what needed the memory and which
+    option to change.
     """
     try:
         yield
@@ -62,11 +64,11 @@ def cache_bytes(
 ) -> int | None:
     """Return the maximum size of a cache in bytes, None for no limit.
 
-    Without ``gib`` a cache on a GPU gets a fraction of the memory that is free now; memory that
+    Without ``gib``, a cache on a GPU gets a fraction of the memory that is free now. Memory that
     this process has freed counts as free.
 
     Args:
-        gib: Size that the options set, GiB.
+        gib: Size set by the options, GiB.
         device: Device of the cache.
         shared: Whether the GPU is also used for training.
         reserved_bytes: Bytes that weights, gradients and moments use on the GPU now or later.
@@ -94,7 +96,7 @@ def _head_size(layer: Any) -> int:
 
 
 def token_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Return the size of the keys and values of one token in all layers of a model, bytes."""
+    """Return the size in bytes of one token's keys and values in all layers of a model."""
     return sum(
         2 * _kv_heads(layer) * _head_size(layer) * dtype.itemsize for layer in layer_configs(config)
     )
@@ -106,7 +108,7 @@ def _kv_heads(layer: Any) -> int:
 
 
 class _HeapUse(ctypes.Structure):
-    """Result of ``mallinfo2`` of glibc."""
+    """Result of glibc's ``mallinfo2``."""
 
     _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
     _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
@@ -130,7 +132,8 @@ class Heap:
         self._largest_rss = 0
 
     def trim_after_pass(self, positions: int) -> None:
-        """Return freed memory after a pass over ``positions`` if the resident memory has grown.
+        """Return freed memory to the system after a pass over ``positions`` if resident memory has
+        grown too much.
 
         Otherwise the memory is kept for the next pass.
         """
@@ -156,8 +159,8 @@ class Heap:
 
 
 def _engine_advice() -> str:
-    """Return the options that lower the memory of generation on the same GPU; empty without a
-    GPU."""
+    """Return a clause for error messages that names the options to lower the memory of generation
+    on the same GPU; empty without a GPU."""
     if not torch.cuda.is_available():
         return ""
     return (
@@ -169,10 +172,11 @@ def _engine_advice() -> str:
 def explain_pass_oom(
     positions: int, rows: int, budget: int | None
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context that explains an out-of-memory error of a pass over ``positions`` in
-    ``rows``.
+    """Context manager that turns an out-of-memory error in a forward or backward pass into a
+    RuntimeError with advice, as ``explain_oom`` does.
 
-    ``budget`` is ``mb_spec.max_tokens_per_mb``. The context raises RuntimeError as ``explain_oom``.
+    The pass computes ``positions`` (padding included) in ``rows``. ``budget`` is
+    ``mb_spec.max_tokens_per_mb``.
     """
     return explain_oom(
         lambda: (
@@ -188,11 +192,11 @@ def explain_pass_oom(
 def explain_update_oom(
     weights: Sequence[Tensor], role: str, *, adapters: bool, offload: bool
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context that explains an out-of-memory error of an optimizer update of ``weights``.
+    """Context manager that turns an out-of-memory error in an optimizer update of ``weights`` into
+    a RuntimeError with advice, as ``explain_oom`` does.
 
-    The first update allocates the moments of the optimizer. ``adapters`` and ``offload`` say
-    whether adapters and offloading of the moments are available for the role as a remedy. The
-    context raises RuntimeError as ``explain_oom``.
+    The first update allocates the optimizer's moments. ``adapters`` and ``offload`` tell whether
+    adapters and moment offloading are available to the role as remedies.
     """
 
     def build_explanation() -> str:

@@ -14,15 +14,15 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
-    """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014) to uint64."""
+    """Apply splitmix64's finaliser (Steele, Lea, Flood 2014) to uint64."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
 
 def seed_stream(seed: int) -> int:
-    """Return the 64-bit start of a sequence's stream of random numbers. Similar seeds give starts
-    that are far apart."""
+    """Return the 64-bit start of a sequence's random number stream. Similar seeds give starts that
+    are far apart."""
     start = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64)
     return int(_mix(start + _GOLDEN)[0])
 
@@ -30,17 +30,17 @@ def seed_stream(seed: int) -> int:
 def uniform_at(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return uniform random numbers in [0, 1) with 53 random bits, fp64, one per stream.
 
-    A number is a function of ``streams`` (uint64, from ``seed_stream``) and ``positions`` (int64,
-    index of the token in its whole sequence) only. There is no state, so the number does not depend
-    on batch, chunk or round.
+    A number depends only on its stream (``streams``, uint64, from ``seed_stream``) and its position
+    (``positions``, int64, index of the token in the whole sequence). There is no state, so the
+    number does not depend on batch, chunk or round.
     """
     z = _mix(streams + positions.astype(np.uint64) * _GOLDEN)
     return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def check_request(request: GenRequest, config: GenConfig) -> None:
-    """Raise ValueError for a request without tokens, or for an option out of range, which the
-    message names."""
+    """Raise ValueError for a request without tokens or with an option out of range, naming the
+    option."""
     if len(request.token_ids) == 0:
         raise ValueError(f"generate: the request for slot {request.slot} has no tokens")
     if config.max_new_tokens < 1:
@@ -95,14 +95,16 @@ def sample_tokens(
 
 
 def _with_logprobs(scaled: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens with their log-probabilities under the scaled logits."""
+    """Return the tokens and their log-probabilities under the scaled logits."""
     return tokens, scaled.gather(-1, tokens[:, None])[:, 0] - scaled.logsumexp(-1)
 
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Return logits (n, vocabulary) with -inf outside of the ``top_k`` largest, and outside of the
-    smallest set of most probable tokens whose probability reaches ``top_p``. The most probable
-    token always remains."""
+    """Return logits (n, vocabulary) that are -inf for tokens excluded by ``top_k`` or ``top_p``.
+
+    ``top_k`` keeps the k largest logits, ``top_p`` the smallest set of most probable tokens whose
+    total probability reaches it. The most probable token always remains.
+    """
     if 0 < top_k < logits.shape[-1]:
         smallest_kept = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))

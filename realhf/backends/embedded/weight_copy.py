@@ -1,5 +1,4 @@
-"""Names and digests of a model's weights, and copies of new weights into them: either all or, on an
-error, none."""
+"""Names and digests of a model's weights, and all-or-nothing copying of new weights into them."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from realhf.base.tensor_digest import TensorDigester
 
 
 def collect_weights(model: Any) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers of a model by their names in its state dict. Of
-    tensors that share memory only the first is returned, as ``copy_weights`` accepts it."""
+    """Return a model's parameters and persistent buffers by their names in its state dict. Of
+    tensors that share memory only the first is returned; ``copy_weights`` accepts that."""
     by_place: dict[tuple[int, tuple[int, ...]], tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         by_place.setdefault(_memory_key(tensor), (name, tensor.detach()))
@@ -24,11 +23,11 @@ def collect_weights(model: Any) -> dict[str, Tensor]:
 
 
 def copy_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Copy ``tensors``, by their names in the model's state dict, into the model. Of names that
-    share memory (tied embeddings), one is enough.
+    """Copy ``tensors``, keyed by their names in the model's state dict, into the model. Of names
+    that share memory (tied embeddings), one is enough.
 
-    Raises ValueError naming a tensor that is missing, unknown, or of another shape or kind of
-    dtype; then nothing has changed.
+    Raises ValueError naming a tensor that is missing, unknown, or of a different shape or kind of
+    dtype; the model is then unchanged.
     """
     targets: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
     unknown = sorted(set(tensors) - set(targets))
@@ -52,7 +51,7 @@ def copy_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
 
 
 def digest_weights(model: Any, names: Sequence[str]) -> dict[str, HeldTensor]:
-    """Return digests of the model's current tensors with these names in its state dict."""
+    """Return digests of the model's current tensors with these state-dict names."""
     own: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
     digester = TensorDigester()
     return {
@@ -63,5 +62,5 @@ def digest_weights(model: Any, names: Sequence[str]) -> dict[str, HeldTensor]:
 
 
 def _memory_key(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
-    """Return address and shape, which are equal for tied tensors."""
+    """Return a tensor's address and shape, which are equal for tied tensors."""
     return tensor.data_ptr(), tuple(tensor.shape)

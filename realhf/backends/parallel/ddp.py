@@ -18,7 +18,7 @@ from realhf.base.tensor_digest import digests
 
 
 class GroupEngine(TorchEngine):
-    """``TorchEngine`` of one of several ranks, which write a checkpoint together."""
+    """``TorchEngine`` of one rank of several that write checkpoints together."""
 
     def __init__(
         self, model: Any, tokenizer: Any, *, ranks: GroupRanks, role: str, **options: Any
@@ -28,9 +28,9 @@ class GroupEngine(TorchEngine):
         super().__init__(model, tokenizer, ranks=ranks, role=role, **options)
 
     def _check_layouts(self, forward: PackedForward) -> None:
-        """Raise RuntimeError unless all ranks use the same layout of rows. Each rank lays out the
-        whole batch and computes its share of the rows, so with different layouts some sequences
-        would be computed by no rank, or by two. Call this inside ``together``."""
+        """Raise RuntimeError unless all ranks use the same row layout. Each rank lays out the whole
+        batch and computes its share of the rows, so with different layouts some sequences would be
+        computed by no rank or by two. Call this inside ``together``."""
         own_layout = {
             "packs": forward.packs,
             "shares": forward.shares,
@@ -48,7 +48,7 @@ class GroupEngine(TorchEngine):
     def save_checkpoint(self, folder: Path) -> list[Path]:
         """Write the state into ``folder``, which all ranks share; return the files that this rank
         wrote. Adapters are small and equal on all ranks, so only the first rank writes them, in the
-        format of a single worker."""
+        same format as a single worker."""
         group = self._group
         with group.together(f"saving {self._role}"):
             if self.adapters is not None:
@@ -69,15 +69,15 @@ class GroupEngine(TorchEngine):
             )
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Load a checkpoint of any number of ranks. Raises FileNotFoundError or ValueError naming
-        the folder."""
+        """Load a checkpoint, whatever the number of ranks that wrote it. Raises FileNotFoundError
+        or ValueError naming the folder."""
         with self._group.together(f"loading {self._role}"):
             self._load(folder, self._group.group)
 
 
 class GroupBackend(TorchBackend):
-    """Builder of engines of the workers in ``world``. Without it, and for a role with a single
-    worker, it builds the same as the backend ``torch``."""
+    """Builder of engines for the workers in ``world``. Without a world, or for a role with a single
+    worker, it builds the same engine as the backend ``torch``."""
 
     def __init__(self, device: str = "auto", world: TorchWorld | None = None) -> None:
         super().__init__(device)
@@ -102,12 +102,12 @@ class GroupBackend(TorchBackend):
 
 
 class CopiesDiffer(RuntimeError):
-    """Different weights on two ranks."""
+    """Error: the weights on two ranks differ."""
 
 
 def check_copies(model: nn.Module, ranks: GroupRanks, role: str) -> None:
-    """Raise CopiesDiffer, naming a tensor and a rank, unless the weights of all ranks are bitwise
-    equal. Call this inside ``together``."""
+    """Raise CopiesDiffer, naming a tensor and a rank, unless all ranks have bitwise equal weights.
+    Call this inside ``together``."""
     own_digests = digests(model.state_dict())
     for rank, other in enumerate(ranks.gather(own_digests)):
         if other != own_digests:
@@ -119,8 +119,8 @@ def check_copies(model: nn.Module, ranks: GroupRanks, role: str) -> None:
 
 
 class DdpEngine(GroupEngine):
-    """``TorchEngine`` with equal copies of the model on all ranks. A call outside of a group call
-    uses only the copy of this rank."""
+    """``TorchEngine`` with an equal copy of the model on every rank. A call outside ``together``
+    uses only this rank's copy."""
 
     def __init__(
         self, model: Any, tokenizer: Any, *, ranks: GroupRanks, role: str, **options: Any

@@ -1,9 +1,9 @@
-"""Backend ``fsdp2``: training of one model that is sharded over ranks, loading it block by block,
-and gathering it.
+"""Backend ``fsdp2``: training of a model that is sharded over ranks, with block-by-block loading
+and gathering of the weights.
 
-The model is built with parameters on the device ``meta``, which takes no memory; its buffers, which
-are computed, are real. Before a block is sharded, every rank reads its parameters from the folder;
-the shards of other ranks are freed before the next block.
+The model is built with its parameters on the device ``meta``, which takes no memory; its computed
+buffers are real. Before a block is sharded, every rank reads the block's parameters from the
+folder, keeps its own shard, and frees the others before the next block.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from realhf.backends.training.torch_backend import (
 from realhf.backends.training.torch_engine import find_blocks
 
 WEIGHTS_FILE = "model.safetensors"
-"""File of all weights."""
+"""Name of the weights file if there is only one."""
 INDEX_FILE = "model.safetensors.index.json"
-"""Index of the files if the weights are in several."""
+"""Name of the index file if the weights are split into several files."""
 _log = logging.getLogger(__name__)
 
 
 class FolderWeights:
-    """Reader of the parameters of a model on the device ``meta``, and of its persistent buffers,
-    from a folder, to ``device`` as ``dtype``.
+    """Reader that loads a model's parameters from the device ``meta``, and its persistent buffers,
+    from a folder to ``device`` as ``dtype``.
 
-    It must be created before the model is wrapped or changed, while parameters have the names in
-    the folder.
+    It must be created before the model is wrapped or changed, while its parameters still have the
+    names used in the folder.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class FolderWeights:
 
     @torch.no_grad()
     def fill(self, module: nn.Module) -> None:
-        """Load the parameters of ``module`` that are on the device ``meta``; tied ones stay
+        """Load those parameters of ``module`` that are on the device ``meta``; tied parameters stay
         tied."""
         for parameter in list(module.parameters()):
             if not parameter.is_meta:
@@ -149,10 +149,10 @@ def build_without_memory(
     experts: bool | None = None,
 ) -> tuple[Any, FolderWeights] | None:
     """Return the model of a folder with parameters on the device ``meta``, in evaluation mode, and
-    the reader of its weights.
+    a reader for its weights.
 
-    Returns None, with a warning, if the folder does not support this; the model must then be loaded
-    whole, which also reports errors in it. Raises ModelLoadError.
+    Returns None and logs a warning if the folder does not support this; the whole model must then
+    be loaded at once, which also reports errors in the folder. Raises ModelLoadError.
     """
     check_folder(path, role)
     kernel = choose_attention(path, role, experts)
@@ -177,8 +177,8 @@ def build_without_memory(
 
 @contextlib.contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Return a context manager that moves every parameter registered with a module to the device
-    ``meta``."""
+    """Context manager that moves every parameter registered with a module in the block to the
+    device ``meta``."""
 
     def drop(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or parameter.is_meta:
@@ -193,7 +193,8 @@ def _parameters_without_memory() -> Iterator[None]:
 
 
 def _map_tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor. Raises ValueError if there are no safetensors files."""
+    """Return the file that contains each tensor, by tensor name. Raises ValueError if there are no
+    safetensors files."""
     if (folder / INDEX_FILE).is_file():
         file_of_tensor: dict[str, str] = json.loads(
             (folder / INDEX_FILE).read_text(encoding="utf-8")
@@ -207,8 +208,8 @@ def _map_tensor_files(folder: Path) -> dict[str, Path]:
 
 
 class ShardedModel(nn.Module):
-    """Wrapper whose forward pass calls a function. During that call, everything outside of the
-    blocks (embeddings, the last norm, the head) is unsharded, so that a loss can use it after the
+    """Wrapper whose forward pass calls a given function. During that call, everything outside the
+    blocks (embeddings, last norm, head) is unsharded, so that a loss can use it after the
     decoder."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -251,7 +252,8 @@ def shard_model(
 
 
 def build_meta_copy(model: Any) -> Any:
-    """Return an unsharded model of the same kind on the device ``meta``, for ``gather_into``."""
+    """Return an unsharded model of the same architecture on the device ``meta``, for
+    ``gather_into``."""
     with torch.device("meta"):
         language_model = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
         empty = ValueModel(language_model) if isinstance(model, ValueModel) else language_model
@@ -261,9 +263,9 @@ def build_meta_copy(model: Any) -> Any:
 
 
 def gather_into(copy: Any | None, model: Any) -> None:
-    """Gather the weights of a sharded model, one tensor at a time, into ``copy``, which
-    ``build_meta_copy`` created. With None, this rank only sends its shards. All ranks of the model
-    must call this."""
+    """Gather a sharded model's weights, one tensor at a time, into ``copy``, which
+    ``build_meta_copy`` created. With ``copy=None`` this rank only sends its shards. All ranks of
+    the model must call this."""
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         tensor = parameter.detach()
@@ -300,11 +302,12 @@ def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 class FsdpEngine(GroupEngine):
-    """``TorchEngine`` with a shard of the weights, which computes in group calls only.
+    """``TorchEngine`` with a shard of the weights, which computes only in group calls (inside
+    ``together``).
 
-    ``unread`` loads parameters of ``model`` on the device ``meta``, part by part, before each part
-    is sharded. ``gather`` collects the whole weights; generation, export and publication use these,
-    until the next train step.
+    ``folder_weights`` loads the parameters of ``model`` that are still on the device ``meta``, part
+    by part, before each part is sharded. ``gather`` collects the full weights; generation, export
+    and publication use them until the next train step.
     """
 
     def __init__(
@@ -366,8 +369,8 @@ class FsdpEngine(GroupEngine):
         mb_spec: MicroBatchSpec,
         normaliser: float = 1.0,
     ) -> TrainResult:
-        """See ``Engine.train_batch``. Frees the gathered weights, which become stale and whose
-        memory is needed."""
+        """See ``Engine.train_batch``. Frees the gathered weights, because they become stale and
+        their memory is needed."""
         self._forget()
         result = super().train_batch(sample, loss_fn, mb_spec=mb_spec, normaliser=normaliser)
         self._reshard()
@@ -382,16 +385,16 @@ class FsdpEngine(GroupEngine):
         return result
 
     def _reshard(self) -> None:
-        """Free the shards of other ranks, as only a backward pass does by itself. After a pass
-        without one, the parameters outside of the blocks would stay unsharded. These take memory,
-        and are not the tensors that the optimizer and checkpoints use."""
+        """Free the other ranks' shards, as a backward pass does automatically. After a pass without
+        backward, the parameters outside the blocks would stay unsharded: they take memory, and they
+        are not the tensors that the optimizer and checkpoints use."""
         cast(FSDPModule, self._whole).reshard()
 
     # ---- whole weights
 
     def gather(self, here: bool = True) -> None:
-        """Gather the whole weights, on the ranks that need them (``here``), until the next train
-        step. All ranks must call this in a group call."""
+        """Gather the full weights on the ranks that need them (``here``), until the next train
+        step. All ranks must call this inside ``together``."""
         if here:
             self._forget()  # free the previous copy first
         copy = build_meta_copy(self.model) if here else None
@@ -403,11 +406,12 @@ class FsdpEngine(GroupEngine):
             self._generator.threads = self._threads
 
     def _forget(self) -> None:
-        """Free the gathered weights and their generator."""
+        """Free the gathered weights and their generation engine."""
         self._copy = self._generator = None
 
     def _require_copy(self) -> Any:
-        """Return the model with the gathered weights. Raises HeldInParts if there is none."""
+        """Return the model with the gathered weights. Raises HeldInParts if they were not gathered
+        on this rank."""
         if self._copy is None:
             raise HeldInParts(f"{self._role}: its whole weights were not gathered on this worker")
         return self._copy
@@ -427,7 +431,8 @@ class FsdpEngine(GroupEngine):
         self._with_copy(lambda: super(FsdpEngine, self).export_hf(folder))
 
     def _with_copy(self, run: Callable[[], Any]) -> Any:
-        """Call ``run`` with the gathered copy in place of the sharded model."""
+        """Return ``run()`` with the gathered copy as the engine's model instead of the sharded
+        one."""
         sharded_model = self.model
         self.model = self._require_copy()
         try:
@@ -446,7 +451,8 @@ class FsdpBackend(GroupBackend):
     _folder_weights: FolderWeights | None = None
 
     def _load_model(self, spec: ModelSpec, dtype: torch.dtype) -> Any:
-        """Build the model on the device ``meta`` if its folder can be read part by part."""
+        """Build the model on the device ``meta`` if its folder can be read part by part; otherwise
+        load it."""
         model_and_weights = None
         if spec.parallel.size > 1:
             head = spec.head == "lm"

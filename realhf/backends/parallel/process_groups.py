@@ -38,13 +38,13 @@ LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
 """Loopback interface."""
 BUCKET_BYTES = 32 << 20
-"""Approximate size of the buckets in which gradients are summed over ranks, bytes."""
+"""Approximate size in bytes of the buckets in which gradients are summed over ranks."""
 _PREFIX = "socket:"
-"""Prefix of the link target of a socket in /proc/self/fd."""
+"""Prefix by which a link in /proc/self/fd is recognised as a socket."""
 
 
 class Sockets:
-    """Record of the sockets that are opened inside ``recording``.
+    """Record of the sockets that this process opens in the block of ``record``.
 
     Sockets that other threads open at the same time are recorded too, so no other connection should
     be opened then.
@@ -59,7 +59,7 @@ class Sockets:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
-        """Record the sockets that are opened in the block."""
+        """Context manager that records the sockets opened in its block."""
         known = _open_sockets()
         yield
         self._descriptors |= {name: fd for name, fd in _open_sockets().items() if name not in known}
@@ -83,7 +83,8 @@ class Sockets:
 
 
 def _open_sockets() -> dict[str, int]:
-    """Return the sockets of this process: name in the kernel to file descriptor."""
+    """Return the file descriptor of each socket of this process, keyed by the socket's kernel
+    name."""
     sockets = {}
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -94,7 +95,7 @@ def _open_sockets() -> dict[str, int]:
 
 
 def _listening_address(fd: int) -> str:
-    """Return the address at which a socket listens, "" if it does not."""
+    """Return the address at which a socket listens, "" if it is not a listening socket."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as opened:
         if opened.family != socket.AF_UNIX and opened.getsockopt(
             socket.SOL_SOCKET, socket.SO_ACCEPTCONN
@@ -115,7 +116,7 @@ def _shut_down(fd: int) -> bool:
 class RendezvousStore:
     """TCP store at which the workers of a world rendezvous.
 
-    ``address`` is its host:port. The store is served as long as the object exists.
+    ``address`` is its host:port. The store is served as long as this object exists.
     """
 
     def __init__(self, size: int, timeout_s: float, host: str = LOOPBACK) -> None:
@@ -161,8 +162,8 @@ class TorchWorld:
         own: str = LOOPBACK,
         interface: str = LOOPBACK_INTERFACE,
     ) -> None:
-        """Raises CollectiveBroken if not all workers join in time, or if torch listens at another
-        address."""
+        """Join the world. Raises CollectiveBroken if not all workers join in time, or if torch
+        listens at an address other than ``own``."""
         host, _, port = address.rpartition(":")
         self._workers = tuple(workers)
         size = len(workers)
@@ -209,10 +210,10 @@ class TorchWorld:
         self._check_listeners()
 
     def _compare_devices(self, joining: timedelta) -> None:
-        """Raise CollectiveBroken if only some workers have a GPU, RuntimeError if not all workers
-        join.
+        """Raise CollectiveBroken if only some workers have a GPU, and RuntimeError if not all
+        workers join.
 
-        The error of torch for mixed devices comes late and is hard to understand.
+        Torch's own error for mixed devices comes late and is hard to understand.
         """
         self._store.set(f"device/{self._worker}", "GPU" if self.cuda else "CPU")
         keys = {worker: f"device/{worker}" for worker in self._workers}
@@ -227,7 +228,7 @@ class TorchWorld:
             )
 
     def _check_listeners(self) -> None:
-        """Raise CollectiveBroken if torch listens at another address than ``own``.
+        """Raise CollectiveBroken if torch listens at an address other than ``own``.
 
         Gloo uses the first address of an interface, which may have several.
         """
@@ -245,7 +246,7 @@ class TorchWorld:
         """Create the process groups that ``group`` returns, one for each list of workers.
 
         All workers of the world have to call this with the same groups in the same order, whether
-        they are members or not: torch numbers groups in the order of their creation. Raises
+        they are members or not, because torch numbers groups in the order of their creation. Raises
         CollectiveBroken.
         """
         for workers in groups:
@@ -265,11 +266,12 @@ class TorchWorld:
                 self._unclaimed.setdefault(tuple(world_ranks), []).append((number, group))
 
     def group(self, workers: Sequence[int]) -> Any:
-        """Return the first process group of these workers that was created and not returned yet.
+        """Return the first created process group of exactly these workers that has not been
+        returned yet.
 
-        Its ranks are in ascending order of workers. All members have to call this; each waits up to
-        ``join_s`` for the others. Raises CollectiveBroken naming the missing workers, or
-        RuntimeError if no such group is left.
+        Ranks in the group are in ascending order of workers. All members have to call this; each
+        waits up to ``join_s`` for the others. Raises CollectiveBroken naming the missing workers,
+        or RuntimeError if no such group is left.
         """
         created = self._unclaimed.get(tuple(self.world_ranks(workers)))
         if not created:
@@ -305,7 +307,7 @@ class TorchWorld:
 
     @property
     def abort_reason(self) -> str:
-        """Why the collectives were aborted; empty if they were not."""
+        """Reason for which the collectives were aborted; empty if they were not."""
         return self._abort_reason
 
     def abort(self, reason: str) -> None:
@@ -326,7 +328,7 @@ class TorchWorld:
 
     def close(self) -> None:
         """Leave the world. Collectives that are still running fail, so that they do not delay the
-        exit."""
+        process's exit."""
         self._sockets.shut_down()
         self._groups.clear()
         self._unclaimed.clear()
@@ -335,16 +337,16 @@ class TorchWorld:
 
 
 class GroupRanks(Ranks):
-    """Group of the engines of a role on several workers.
+    """``Ranks`` of a role with several workers.
 
-    Outside of ``together`` an engine acts alone: ``rank`` is 0 and ``size`` 1. ``number`` is always
-    its rank in the group.
+    Outside ``together`` an engine acts alone: ``rank`` is 0 and ``size`` is 1. ``number`` is always
+    the worker's rank in the group.
 
     Args:
         world: The world of the run.
         workers: Indices of the workers, ascending.
-        sharded: Whether the model is sharded over the ranks, or over groups of them. Then passes are
-            collectives, and the backward pass itself sums gradients.
+        sharded: Whether the model is sharded over the ranks, or over groups of them. Forward and
+            backward passes are then collectives, and the backward pass itself sums the gradients.
         device: Device of the engine.
     """
 
@@ -361,9 +363,9 @@ class GroupRanks(Ranks):
 
     @property
     def passes_are_collective(self) -> bool:
-        """Whether passes are collectives.
+        """Whether forward and backward passes involve the other ranks (sharded model).
 
-        Raises RuntimeError outside of ``together`` for a sharded model, whose pass would wait for
+        Raises RuntimeError for a sharded model outside ``together``, where a pass would wait for
         the other ranks forever.
         """
         if self._sharded and not self._active:
@@ -405,18 +407,17 @@ class GroupRanks(Ranks):
         self._world.abort(reason)
 
     def settle(self) -> None:
-        """See ``Ranks``. Raises CollectiveBroken inside of ``together`` if the world was
-        aborted."""
+        """See ``Ranks``. Raises CollectiveBroken inside ``together`` if the world was aborted."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         if self._active:
             self._check_not_aborted()
 
     def select_rows(self, costs: Sequence[int]) -> list[int]:
-        """Return the rows of this rank: a contiguous range with about the same cost as on other
-        ranks.
+        """Return the rows that this rank computes: a contiguous range that costs about as much as
+        those of the other ranks.
 
-        Adjacent sequences of a batch often share a prefix, which is computed only once on a rank.
+        Adjacent sequences of a batch often share a prefix, which a rank computes only once.
         """
         total = sum(map(int, costs))
         before = 0
@@ -450,10 +451,11 @@ class GroupRanks(Ranks):
         ]
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients over the ranks, in fp32, unless the backward pass did (sharded models).
+        """Sum the gradients over the ranks, in fp32. Does nothing for sharded models, whose
+        backward pass already did.
 
         A gradient that is None counts as 0. It stays None if no rank has a gradient, because the
-        optimizer then must not update the parameter.
+        optimizer must not update that parameter.
         """
         if self.size == 1 or self._sharded:
             return
@@ -471,7 +473,7 @@ class GroupRanks(Ranks):
                 parameter.grad = summed.view_as(parameter).to(parameter.dtype) if count else None
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, which have the same shape, on the CPU."""
+        """Return the tensors of all ranks, which must have the same shape, on the CPU."""
         own = tensor.to(self._device)
         rows = [torch.empty_like(own) for _ in range(self._n_workers)]
         self._collective(lambda: dist.all_gather(rows, own, group=self.group))
@@ -507,8 +509,8 @@ def _is_collective_error(error: BaseException) -> bool:
 
 
 def _split_buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield parameters in buckets of at most ``BUCKET_BYTES``; a larger parameter is a bucket of
-    its own."""
+    """Split parameters into buckets of at most ``BUCKET_BYTES``; a larger parameter gets its own
+    bucket."""
     bucket: list[nn.Parameter] = []
     bucket_bytes = 0
     for parameter in parameters:
@@ -524,10 +526,11 @@ def _split_buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Param
 
 
 def list_groups(workers: Sequence[int], parallel: Parallel, *, cut: bool) -> list[list[int]]:
-    """Return the groups of workers that a role needs, in the order of their creation.
+    """Return the process groups that a role needs, as lists of workers, in the order of their
+    creation.
 
-    The first has all workers. For a model that is sharded (``cut``) and replicated, the workers of
-    each replica follow, then the workers with the same shard.
+    The first list has all workers. For a model that is sharded (``cut``) and also replicated, it is
+    followed by one list for each replica, then one for each shard with the workers that hold it.
     """
     ordered = sorted(workers)
     if not cut or parallel.dp == 1:
@@ -545,10 +548,10 @@ def build_mesh(
     ranks: GroupRanks,
     device_type: str,
 ) -> DeviceMesh:
-    """Return the device mesh of a role, (fsdp,) or (dp, fsdp).
+    """Return the device mesh of a role, with the dimensions (fsdp,) or (dp, fsdp).
 
-    All workers of the role have to call this, after the world has created its ``list_groups``.
-    Raises CollectiveBroken.
+    All workers of the role have to call this, after the world has created the groups of
+    ``list_groups``. Raises CollectiveBroken.
     """
     if parallel.dp == 1:
         return DeviceMesh.from_group(ranks.group, device_type, mesh_dim_names=("fsdp",))

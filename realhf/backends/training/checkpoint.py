@@ -27,11 +27,12 @@ from realhf.api.parallel import CollectiveBroken
 from realhf.backends.training.optimizer import PolicyOptimizer
 
 INDEX = ".metadata"
-"""Index of the tensors in the files. Rank 0 writes it last, so it marks a complete checkpoint."""
+"""Index of the tensors in a checkpoint's files. Rank 0 writes it last, so its presence marks a
+complete checkpoint."""
 _VERSION = "version"
-"""Name of the number of train steps in a checkpoint."""
+"""Name under which a checkpoint stores the number of train steps."""
 _RANDOM = "torch_rng"
-"""Name of the state of torch's random number generator in a checkpoint."""
+"""Name under which a checkpoint stores the state of torch's random number generator."""
 _TYPES = (
     "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool "
     "complex64 complex128"
@@ -100,11 +101,12 @@ def is_checkpoint(folder: Path) -> bool:
 def save_shards(
     folder: Path, tensors: Mapping[str, Tensor], group: Any = None, rank: int = 0
 ) -> list[Path]:
-    """Write ``tensors`` together with the other ranks of ``group``; return the files of this rank.
+    """Write ``tensors`` together with the other ranks of ``group``; return the files that this rank
+    wrote.
 
-    Without a group, a single process writes all. All ranks have the same names: shards of a tensor
-    (``DTensor``), or equal values. Raises the error of this rank, e.g. OSError, or CollectiveBroken
-    if another rank failed.
+    Without a group, this process writes everything. All ranks must pass the same names; the tensors
+    are shards (``DTensor``) or have equal values on all ranks. Raises this rank's own error, such
+    as OSError, or CollectiveBroken if another rank failed.
     """
     with _quiet(), _own_failure(folder, group):
         writer = FileSystemWriter(
@@ -119,8 +121,8 @@ def load_shards(folder: Path, tensors: Mapping[str, Tensor], group: Any = None) 
     """Read ``tensors`` in place, together with the other ranks of ``group`` (None: a single
     process).
 
-    Raises ValueError naming a tensor that is missing or has another shape, the error of this rank,
-    or CollectiveBroken if another rank failed.
+    Raises ValueError naming a tensor that is missing or has a different shape, this rank's own
+    error, or CollectiveBroken if another rank failed.
     """
     saved = ShardReader(folder).read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
@@ -144,10 +146,10 @@ def load_shards(folder: Path, tensors: Mapping[str, Tensor], group: Any = None) 
 
 @contextlib.contextmanager
 def _own_failure(folder: Path, group: Any) -> Iterator[None]:
-    """Raise the error of this rank in place of torch's CheckpointException.
+    """Context manager that raises this rank's own error in place of torch's CheckpointException.
 
-    Torch raises the same exception on all ranks. It is not a subclass of ``Exception``, so it would
-    end the process.
+    Torch raises that exception on all ranks. It is not a subclass of ``Exception``, so it would end
+    the process.
     """
     try:
         yield
@@ -163,8 +165,8 @@ def _own_failure(folder: Path, group: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress torch's warnings about intended use: saving in a single process, and tensors on the
-    CPU."""
+    """Context manager that suppresses torch's warnings about intended uses: saving in a single
+    process, and tensors on the CPU."""
     logger = logging.getLogger("torch.distributed.checkpoint")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -186,10 +188,11 @@ def save_state(
     group: Any = None,
     rank: int = 0,
 ) -> list[Path]:
-    """Write a checkpoint together with the other ranks of ``group``; return the files of this rank.
+    """Write a checkpoint together with the other ranks of ``group``; return the files that this
+    rank wrote.
 
-    It contains the optimizer, the version, with ``weights`` also the weights, and without a group
-    the state of torch's random number generator.
+    It contains the optimizer and the version. With ``weights`` it also contains the weights, and
+    without a group the state of torch's random number generator.
     """
     tensors = {**_tensors(model, optimizer, weights), _VERSION: torch.tensor(version)}
     if group is None:
@@ -207,9 +210,9 @@ def load_state(
 ) -> int:
     """Read a checkpoint of ``save_state`` into model and optimizer; return the version.
 
-    It may have been written by any number of ranks. A weight in fp32 is read from its master weight
-    if the checkpoint has one. Raises ValueError naming a tensor that is missing, has another shape
-    or belongs to another model. Then only the moments of the optimizer may have changed.
+    Any number of ranks may have written it. A weight in fp32 is read from its master weight if the
+    checkpoint has one. Raises ValueError naming a tensor that is missing, has a different shape or
+    belongs to another model; at most the optimizer's moments have changed then.
     """
     saved = ShardReader(folder).read_metadata().state_dict_metadata
     names = _parameter_names(model)
@@ -237,7 +240,7 @@ def load_state(
 def _refuse_unknown(folder: Path, saved: Collection[str], weights: Collection[str]) -> None:
     """Raise ValueError if a checkpoint has weights or master weights that are not in ``weights``.
 
-    It is then of another model, for example a deeper one.
+    Such a checkpoint belongs to another model, for example a deeper one.
     """
     kinds = ("weights/", "master/")
     if more := sorted(
@@ -251,7 +254,7 @@ def _refuse_unknown(folder: Path, saved: Collection[str], weights: Collection[st
 
 
 def _parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return the names of the parameters of a model. A tied parameter has only its first name."""
+    """Return the name of each parameter of a model. A tied parameter gets only its first name."""
     return {parameter: name for name, parameter in model.named_parameters()}
 
 

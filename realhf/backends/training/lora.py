@@ -1,8 +1,8 @@
 """Training with low-rank adapters (LoRA) of peft: adding them to a model, merging them for
-generation, and scoring without them.
+generation, and scoring with them disabled.
 
 The model that generates is a second module tree over the same tensors. Only layers with adapters
-have weights of their own there, and only from ``merged_model`` to ``drop_merged``. Every merge is
+have their own weights there, and only between ``merged_model`` and ``drop_merged``. Every merge is
 checked: rounding a sum is off by at most half the distance between neighbouring numbers, so a
 larger difference means that the merge is wrong, however small the adapters are.
 """
@@ -35,8 +35,8 @@ from realhf.base.installation import install_command
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers of the decoder blocks, by name. The names of blocks contain a
-    number; those of embeddings and of the head do not."""
+    """Return the linear layers of the decoder blocks by name. Blocks are recognised by a number in
+    the layer's name, which the embeddings and the head do not have."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -52,8 +52,8 @@ def head_name(model: Any) -> str:
 
 
 def compute_adapter_factors(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the two factors of the product that a layer's adapter adds to the layer's output for
-    ``hidden`` (m, in): fp32 (m, rank) and (out, rank). None while adapters are off."""
+    """Return the two factors of the product that an adapter adds to its layer's output for
+    ``hidden`` (m, in): fp32 (m, rank) and (out, rank). None while adapters are disabled."""
     if layer.disable_adapters:
         return None
     down = layer.lora_A[_NAME].weight
@@ -64,11 +64,11 @@ def compute_adapter_factors(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]
 def select_layers(
     model: nn.Module, targets: Sequence[str], role: str, *, head: bool = False
 ) -> list[str]:
-    """Return the names of the layers selected by ``targets``: full dotted names, or ends of them.
+    """Return the names of the layers that ``targets`` select by full dotted name or by its end.
     Without targets, all linear layers of the blocks are selected. The language-model head can be
     selected only with ``head``.
 
-    Raises ValueError for a target without a layer; the message lists the existing names.
+    Raises ValueError for a target that matches no layer; the message lists the existing names.
     """
     layers = linear_layers(model)
     if head:
@@ -91,13 +91,14 @@ def select_layers(
 
 
 def is_named(name: str, target: str) -> bool:
-    """Return whether ``target`` is the dotted name of a layer, or the end of it."""
+    """Return whether ``target`` is the dotted name of a layer, or the last parts of it."""
     return name == target or name.endswith(f".{target}")
 
 
 def shorten_names(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return the last parts of ``names`` if they select exactly the same modules of the model, and
-    otherwise ``names``. Other programs read these names in the file of adapters."""
+    """Return only the last parts of ``names`` if these select exactly the same modules of the
+    model, and otherwise ``names`` unchanged. Other programs read these names in the adapter's
+    files."""
     ends = sorted({name.rpartition(".")[2] for name in names})
     selected = {
         name for name, _ in model.named_modules() if any(is_named(name, end) for end in ends)
@@ -111,9 +112,9 @@ def get_weight(model: Any, name: str) -> nn.Parameter:
 
 
 _CHUNK = 1 << 20
-"""Number of elements that are compared at once."""
+"""Number of elements that are compared at a time."""
 _MAX_RECHECKED = 4096
-"""Maximum number of differing elements of a chunk, evenly spaced, that are recomputed in fp64. In a
+"""Maximum number of differing elements per chunk, evenly spaced, that are recomputed in fp64. In a
 wrong merge most elements differ; in a correct one only those that lie halfway between two
 numbers."""
 
@@ -144,7 +145,7 @@ def find_worst_element(
 def _find_worst(
     merged: Tensor, base: Tensor, up: Tensor, down: Tensor, scale: float
 ) -> tuple[float, float]:
-    """Return the two errors of ``find_worst_element`` for some rows."""
+    """Return the two results of ``find_worst_element`` for a chunk of rows."""
     recomputed = base.float().addmm(up, down, alpha=scale).to(merged.dtype)
     differs = (merged != recomputed).nonzero()
     if not len(differs):
@@ -165,36 +166,39 @@ def _find_worst(
 
 
 def _half_step(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return half the distance between neighbouring numbers of ``dtype`` at ``x``, fp64 (n,)."""
+    """Return half the distance between neighbouring numbers of ``dtype`` at each element of ``x``,
+    fp64 (n,)."""
     info = torch.finfo(dtype)
     _, exponent = torch.frexp(x.abs().clamp(min=info.smallest_normal))
     return torch.ldexp(torch.full_like(x, info.eps / 4), exponent)
 
 
 _PROBE_TOKENS = 8
-"""Number of tokens that a merge is checked with."""
+"""Number of tokens in the sequence with which a merge is checked."""
 _MAX_SHARE = 0.2
 """Maximum distance between the hidden states of the merged model and of the model with adapters, as
-a share of the distance by which the adapters move them, for dtypes narrower than fp32. These round
-the weights of one model and the sums of the other. If the adapters of a layer are lost, the share
-is near 1; ``check_weights`` detects adapters that are merged only in part."""
+a fraction of the distance by which the adapters move them. It applies to dtypes narrower than fp32,
+in which the merged model rounds weights and the model with adapters rounds sums. If a layer's
+adapters are lost, the fraction is near 1; ``check_weights`` detects adapters that are merged only
+in part."""
 _ROUNDINGS = 256
-"""Maximum distance between the two models after one layer, in multiples of the fp32 epsilon."""
+"""Maximum distance between the two models after one layer, as a multiple of the fp32 epsilon."""
 Adapter = tuple[Tensor, Tensor, float]
-"""Trained part of an adapter: up (out, rank), down (rank, in), and the factor of their product."""
+"""Trained tensors of one adapter: up (out, rank), down (rank, in), and the factor of their
+product."""
 
 
 class MergeDiffers(RuntimeError):
-    """The merged weights do not compute what the model with its adapters computes."""
+    """Error: the merged weights do not compute what the model with its adapters computes."""
 
 
 @torch.no_grad()
 def check_weights(
     plain: Any, base: Mapping[str, Tensor], adapter: Callable[[str], Adapter]
 ) -> None:
-    """Raise MergeDiffers unless the weight of each layer of ``plain`` is the one in ``base`` plus
-    the product of its ``adapter``, rounded once. Weights whose layer is not an ``nn.Linear`` are
-    transposed: (in, out)."""
+    """Raise MergeDiffers unless each layer's weight in ``plain`` equals its weight in ``base`` plus
+    the product of its ``adapter``, rounded once. Weights of layers that are not an ``nn.Linear``
+    are transposed: (in, out)."""
     for name, before in base.items():
         up, down, scale = adapter(name)
         weight: Tensor = plain.get_submodule(name).weight
@@ -221,8 +225,8 @@ def check_merge(adapted: Any, plain: Any, disable_adapters: Callable[[], Any]) -
     rounding. Without this check, an adapter missing from the merged weights would train without any
     effect on generation.
 
-    ``disable_adapters`` returns a context manager that disables the adapters. Runs three forward
-    passes over a few tokens.
+    ``disable_adapters`` returns a context manager that disables the adapters. The check runs three
+    forward passes over a few tokens.
     """
     config = adapted.config.get_text_config()
     ids = ((torch.arange(_PROBE_TOKENS) * 7919 + 3) % config.vocab_size)[None].to(adapted.device)
@@ -253,7 +257,7 @@ def _compute_hidden(model: Any, ids: Tensor) -> Tensor:
 
 def _max_distance(dtype: torch.dtype, layers: int, shift: float) -> float:
     """Return the maximum relative distance between the hidden states of two ways of computing the
-    same model, if its adapters move them by ``shift``."""
+    same model, given that its adapters move the hidden states by ``shift``."""
     steps = max(1, layers) ** 0.5
     if dtype in (torch.float32, torch.float64):
         return _ROUNDINGS * torch.finfo(dtype).eps * steps
@@ -261,31 +265,32 @@ def _max_distance(dtype: torch.dtype, layers: int, shift: float) -> float:
 
 
 ADAPTER = "adapter"
-"""Folder of the adapters, in the format of peft, in a checkpoint and in an exported policy."""
+"""Folder with the adapters in peft's format, in a checkpoint and in an exported policy."""
 WEIGHTS = "adapter_model.safetensors"
-"""File of the adapters' weights in that folder."""
+"""File with the adapters' weights in that folder."""
 CONFIG = "adapter_config.json"
-"""File of the adapters' options in that folder."""
+"""File with the adapters' options in that folder."""
 _NAME = "default"
-"""Name of the adapter in peft, which supports several for each layer."""
+"""Name of the adapter in peft, which supports several adapters per layer."""
 _MUST_AGREE = ("r", "lora_alpha", "target_modules")
-"""Options that must be the same in a checkpoint and in the run that loads it."""
+"""Options that a checkpoint and the run that loads it must have in common."""
 
 
 class LoraAdapters:
-    """The adapters of ``model``, a transformers model of any dtype, which is changed in place.
+    """LoRA adapters of ``model``, a transformers model of any dtype, which is changed in place.
 
-    Adapters are fp32, start at 0, and are the only weights of the model that train. ``merged()``
-    returns the same model with plain layers, for generation, publishing and export; each merge is
-    checked against the model with its adapters.
+    Adapters are fp32, start at 0, and are the only weights of the model that train.
+    ``merged_model()`` returns the same model with plain layers, for generation, publishing and
+    export; each merge is checked against the model with its adapters.
 
     Args:
         role: Name of the role in error messages.
         path: Where the model's weights were loaded from.
-        head: Whether a target may be the language-model head. It then has a separate weight in
-            the merged model, even if it shares the weight of the embedding.
+        head: Whether a target may be the language-model head. It then has a separate weight in the
+            merged model, even if it shares the weight of the embedding.
 
-    Raises ValueError for targets that the model does not have, and ConfigError without peft.
+    Raises ValueError for targets that the model does not have, and ConfigError if peft is not
+    installed.
     """
 
     def __init__(
@@ -333,11 +338,11 @@ class LoraAdapters:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the weights with adapters in the merged model."""
+        """Names of those weights of the merged model that have adapters."""
         return frozenset(f"{name}.weight" for name in self._layers)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the adapters' tensors (not copies), by their names in peft's files."""
+        """Return the adapters' tensors (not copies), keyed by their names in peft's files."""
         from peft import get_peft_model_state_dict
 
         return get_peft_model_state_dict(self._peft, save_embedding_layers=False)
@@ -346,7 +351,7 @@ class LoraAdapters:
 
     @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
-        """Return a context manager that disables the adapters: the model computes as before
+        """Context manager that disables the adapters, so that the model computes as before
         training."""
         self._enable(False)
         try:
@@ -387,7 +392,7 @@ class LoraAdapters:
         self._has_merged = False
 
     def _merge(self) -> None:
-        """Replace the weights of the plain model by merged ones, without a check."""
+        """Replace the plain model's weights by merged ones, without checking them."""
         for name, base in self._base.items():
             with torch.inference_mode(False):
                 self._set_weight(
@@ -397,7 +402,7 @@ class LoraAdapters:
         self._has_merged = True
 
     def _compute_merged(self, name: str) -> Tensor:
-        """Return the weight of one layer plus the product of its adapter, summed in fp32, in the
+        """Return one layer's weight plus the product of its adapter, summed in fp32, in the memory
         layout of the layer's weight."""
         # A tensor created in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
@@ -416,8 +421,8 @@ class LoraAdapters:
             check_merge(self._model, self.skeleton, self.disable)
 
     def _get_adapter(self, name: str) -> Adapter:
-        """Return the trained tensors of a layer and their factor computed from the options,
-        independently of the factor that peft uses."""
+        """Return the trained tensors of a layer's adapter and their factor. The factor is computed
+        from the options, independently of the one that peft uses."""
         layer = self._layers[name]
         return (
             layer.lora_B[_NAME].weight,
@@ -426,8 +431,8 @@ class LoraAdapters:
         )
 
     def _check_with_random_adapters(self) -> None:
-        """Check a merge with random adapters, because adapters start at 0 and a check with those
-        would prove nothing."""
+        """Check a merge with random adapters: adapters start at 0, with which the check would prove
+        nothing."""
         self._merge()
         self.disturb(self.names)
         try:
@@ -440,8 +445,8 @@ class LoraAdapters:
 
     @torch.no_grad()
     def disturb(self, names: Iterable[str]) -> None:
-        """Replace the adapters of these weights by random ones, and merge them in place;
-        ``restore`` undoes this."""
+        """Replace the adapters of these weights by random ones and merge them in place; ``restore``
+        undoes this."""
         generator = torch.Generator().manual_seed(0)
         for name in sorted(names):
             layer_name = name.removesuffix(".weight")
@@ -471,7 +476,7 @@ class LoraAdapters:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Undo ``disturb``, exactly to the bit."""
+        """Undo ``disturb``, bit by bit."""
         while self._disturbed:
             name, before, merged = self._disturbed.pop()
             self._layers[name].lora_B[_NAME].weight.copy_(before)
@@ -500,7 +505,7 @@ class LoraAdapters:
         """Load adapters written by ``save``.
 
         Raises FileNotFoundError if there are none, and ValueError if they do not fit this model;
-        then nothing has changed.
+        the current adapters are then unchanged.
         """
         if not (folder / WEIGHTS).is_file():
             raise FileNotFoundError(f"no adapters in {folder}")
@@ -527,8 +532,8 @@ class LoraAdapters:
         self.drop_merged()
 
     def _check_options(self, folder: Path) -> None:
-        """Raise ValueError if the saved options differ. Another rank would show in the shapes, but
-        another alpha would only change the results."""
+        """Raise ValueError if the saved options differ. A different rank would be noticed by the
+        shapes, but a different alpha would only change the results."""
         try:
             saved = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -553,9 +558,9 @@ class LoraAdapters:
 
 @functools.cache
 def _few_pass_class(kind: Any) -> Any:
-    """Return a subclass of ``kind``, a layer class of peft, whose forward pass uses
-    ``lora_linear`` where that gives the same result: fp32 on a CPU, without hooks, active
-    dropout or compilation."""
+    """Return a subclass of ``kind``, one of peft's layer classes, whose forward pass uses
+    ``lora_linear`` where that gives the same result: fp32 on a CPU, without hooks, active dropout
+    or compilation."""
 
     class FewPassAdapter(kind):
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -591,8 +596,9 @@ def _peft() -> Any:
 
 
 class BaseEngine:
-    """``Engine`` of a frozen role: ``engine`` with its ``adapters`` off, that is, with the weights
-    that it was loaded with. It only scores, and has a version of its own."""
+    """``Engine`` of a frozen role that shares the model of ``engine`` with the ``adapters``
+    disabled, so it uses the weights that the model was loaded with. It only scores and has its own
+    version."""
 
     def __init__(self, engine: Forwards, adapters: LoraAdapters, tokenizer: Any) -> None:
         self._engine = engine

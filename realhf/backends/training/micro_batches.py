@@ -1,4 +1,4 @@
-"""Micro-batches: split of a batch over the ranks of a role, and sums of their losses and
+"""Micro-batches: splitting a batch over the ranks of a role, and summing their losses and
 statistics."""
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from realhf.backends.training.sequence_packing import (
 
 _log = logging.getLogger(__name__)
 _MAX_SHARED_FRACTION = 0.85
-"""Common prefixes are computed once if that reduces the positions to at most this fraction. With
-less savings the cost of the attention mask would prevail."""
+"""Common prefixes are computed once only if that reduces the number of positions to at most this
+fraction. With smaller savings, the cost of the attention mask would prevail."""
 
 
 class Ranks:
-    """Group of the engines of one role. This class is the group of a role with a single worker.
+    """Communication among the engines of one role. This base class serves a role with a single
+    worker.
 
     All engines of a role get the same calls with the same batch, in the same order. Every method
-    but ``own``, ``settle`` and ``abort`` is a collective: all ranks call it with tensors of the
-    same shape. If a rank is lost, it raises within the timeout of the implementation.
+    but ``select_rows``, ``settle`` and ``abort`` is a collective: all ranks call it with tensors of
+    the same shape. If a rank is lost, it raises within the timeout of the implementation.
     """
 
     rank: int = 0
@@ -50,14 +51,16 @@ class Ranks:
     def passes_are_collective(self) -> bool:
         """Whether forward and backward passes are collectives (sharded weights).
 
-        A rank without rows left then has to take part in the passes of the other ranks.
+        A rank that has computed all its rows then still has to take part in the other ranks'
+        passes.
         """
         return False
 
     def select_rows(self, costs: Sequence[int]) -> list[int]:
-        """Return the indices of the rows that this rank computes, given the positions of each row.
+        """Return the indices of the rows that this rank computes. ``costs`` are the positions of
+        each row.
 
-        Every row belongs to one rank; a rank may have none.
+        Every row belongs to exactly one rank; a rank may have none.
         """
         return list(range(len(costs)))
 
@@ -65,8 +68,8 @@ class Ranks:
         """Sum ``tensor`` over the ranks, in place. The result has the same bits on all ranks."""
 
     def gather(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the ``values`` of every rank (JSON), in the order of ranks. Their names may
-        differ."""
+        """Return the ``values`` (JSON types) of every rank, in the order of ranks. Ranks may have
+        different names."""
         return [dict(values)]
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -74,26 +77,26 @@ class Ranks:
         0."""
 
     def settle(self) -> None:
-        """Wait until the collectives of this rank are complete on its device.
+        """Wait until this rank's collectives are complete on its device.
 
-        Raises if they were aborted: an aborted collective of a GPU ends without an error, with
+        Raises if they were aborted: an aborted GPU collective ends without an error, but with
         partial sums.
         """
 
     def abort(self, reason: str = "") -> None:
-        """Abort all collectives of this rank, so that no other rank waits for it."""
+        """Abort all collectives of this rank, so that no other rank keeps waiting for it."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch: one pass through the model."""
+    """Sequences that are computed in one pass through the model."""
 
     sample: SequenceSample
     """Sequences of the micro-batch."""
     place: torch.Tensor
-    """Index in the batch of each packed L-1 entry of ``sample``, i64 (sum of L-1,)."""
+    """Index in the batch of each entry of ``sample``'s packed L-1 layout, i64 (sum of L-1,)."""
     rows: tuple[PackedRow, ...]
-    """Rows to compute, made of sequences of ``sample``; empty if there is nothing to compute."""
+    """Rows to compute, made of sequences of ``sample``; empty if none needs computing."""
     packed: bool = False
     """Whether the rows are concatenated without padding."""
 
@@ -123,18 +126,19 @@ def split_micro_batches(
 
     A batch is split by sequence, also within a group: values that depend on groups or the whole
     batch are already in its keys. No micro-batch has more than ``spec.max_tokens_per_mb``
-    positions, padding included; a single longer sequence is a micro-batch of its own, which is
-    logged. There are at least ``spec.n_mbs`` micro-batches if there are enough sequences. A
-    sequence without a trainable token is not computed; it belongs to the first micro-batch.
+    positions, padding included; a single longer sequence gets its own micro-batch, which is logged.
+    There are at least ``spec.n_mbs`` micro-batches if there are enough sequences. Sequences without
+    a trainable token are not computed; they belong to the first micro-batch.
 
     Args:
         sample: The batch.
-        spec: Bounds of the micro-batches.
+        spec: Limits of the micro-batches.
         ranks: The ranks of the role.
-        share: Whether to compute common prefixes of sequences once if that saves enough.
+        share: Whether to compute common prefixes of sequences only once if that saves enough.
         packed: Whether the rows of a pass are concatenated without padding.
-        row_tokens: With ``share``, maximum positions of a row, or twice those of a longer sequence (up to
-            ``BATCH_TOKENS``). None: only ``spec`` and the number of ranks bound a row.
+        row_tokens: With ``share``, maximum positions of a row, or twice those of a longer sequence
+            (up to ``BATCH_TOKENS``). None: a row is bounded only by ``spec`` and by the number of
+            ranks.
     """
     inputs = SequenceInputs.from_sample(sample)
     budget = spec.max_tokens_per_mb or BATCH_TOKENS
@@ -180,8 +184,8 @@ def _build_shared_rows(
 def _split_passes(
     rows: list[PackedRow], inputs: SequenceInputs, spec: MicroBatchSpec, packed: bool
 ) -> list[list[PackedRow]]:
-    """Return rows of similar length in passes within the budget, the pass with the most positions
-    first."""
+    """Split rows into passes within the token limit. Rows of a pass have similar lengths; the pass
+    with the most positions comes first."""
     cap = spec.max_tokens_per_mb
     if n_longer := sum(row.length > cap for row in rows) if cap is not None else 0:
         _log.warning(
@@ -207,9 +211,9 @@ def _split_passes(
 
 
 def _split_by_mask(rows: list[PackedRow]) -> tuple[list[PackedRow], list[PackedRow]]:
-    """Return the rows that need an attention mask and those that do not.
+    """Split rows into those that need an attention mask and those that do not.
 
-    If the latter are too few for passes of their own, all rows are returned together.
+    If the latter are too few for their own passes, all rows are returned together.
     """
     plain = [row for row in rows if row.is_single]
     shared = [row for row in rows if not row.is_single]
@@ -238,8 +242,8 @@ def _halve_largest(passes: list[list[PackedRow]], inputs: SequenceInputs) -> Non
 def _build_micro_batch(
     sample: SequenceSample, inputs: SequenceInputs, rows: list[PackedRow], unscored: list[int]
 ) -> MicroBatch:
-    """Return the micro-batch of these rows and of the ``unscored`` sequences, which are not
-    computed."""
+    """Return the micro-batch that computes these rows and also contains the ``unscored`` sequences,
+    which are not computed."""
     lengths = np.asarray(sample.lengths("packed_input_ids").values)
     keep = np.zeros(len(lengths), dtype=bool)
     keep[[i for row in rows for i in row.members] + unscored] = True
@@ -255,7 +259,7 @@ def _build_micro_batch(
 
 
 class StepAccount:
-    """Sums of losses, statistics and kept tensors over the micro-batches of a rank.
+    """Accumulator of losses, statistics and kept tensors over a rank's micro-batches.
 
     Attributes:
         backward: Whether any loss had a gradient.
@@ -302,12 +306,12 @@ class StepAccount:
         return stats, any(part["backward"] for part in parts), self._kept
 
     def _kept_tensor(self, name: str) -> Tensor:
-        """Return the tensor of a kept name, 0 where this rank has no value."""
+        """Return the tensor kept under a name, with 0 where this rank has no value."""
         return self._kept.setdefault(name, torch.zeros(self._size))
 
 
 def sum_statistics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the sum of each statistic, or its maximum if its name ends in ``_max``."""
+    """Sum each statistic over ``parts``; take the maximum of those whose name ends in ``_max``."""
     total: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():

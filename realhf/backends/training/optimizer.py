@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from realhf.api.config import LRSchedule, OptimizerConfig
 
 PIECE_BYTES = 1 << 28
-"""Maximum size of the pieces in which moments are copied, bytes. A larger parameter is a piece of
-its own. Two pieces are on the device at a time."""
+"""Maximum size in bytes of the pieces in which moments are copied; a larger parameter is a piece by
+itself. Two pieces are on the device at a time."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of the moments in the state of torch.optim.AdamW."""
 _ALIGNED = 256
-"""Alignment of a moment in the slab, bytes."""
+"""Alignment in bytes of each moment in the slab."""
 _PORTABLE = 1
 """cudaHostRegisterPortable: the memory is pinned for all CUDA contexts."""
 _N_BUFFERS = 2
@@ -29,16 +29,16 @@ _N_BUFFERS = 2
 
 
 class HostMemory:
-    """Pinned host memory for the moments of a CUDA device, and asynchronous copies of its pieces.
+    """Pinned host memory for the moments of a CUDA device, with asynchronous copies of its pieces.
 
     Ordinary memory is pinned in place, because an allocator of pinned memory would round the size
     up to a power of two. Pieces are copied to the device on one stream and back on another, so that
     both directions of the bus are used in parallel with the arithmetic.
 
     Between steps the moments are in host memory. In a step, piece ``number`` (0, 1, ...) is copied
-    to the buffer (room) ``number % 2`` on the device and back. The methods only enqueue their
-    operation; operations run in the order that their names imply. Raises ValueError for a device
-    that is not a CUDA device.
+    to buffer ``number % 2`` on the device and back. The methods only enqueue their operation;
+    operations run in the order that their names imply. Raises ValueError for a device that is not a
+    CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,8 +69,8 @@ class HostMemory:
         return slab
 
     def fetch(self, number: int, host: Tensor, buffer: Tensor) -> None:
-        """Copy a piece from host memory (``host``) to its buffer, after the previous piece there
-        was stored."""
+        """Copy a piece from host memory (``host``) to its buffer, once the previous piece in the
+        buffer has been stored."""
         streams = self._streams = self._streams or _CopyStreams.create(self._device)
         stored = streams.stored[number % _N_BUFFERS]
         if number < _N_BUFFERS:  # The buffer was allocated, or last used, on the compute stream.
@@ -82,14 +82,14 @@ class HostMemory:
             streams.fetched[number % _N_BUFFERS].record()
 
     def wait_for_piece(self, number: int) -> None:
-        """Make later operations of the compute stream wait for the piece."""
+        """Make later operations on the compute stream wait until the piece is in its buffer."""
         assert self._streams is not None, "a piece is fetched before it is awaited"
         torch.cuda.current_stream(self._device).wait_event(
             self._streams.fetched[number % _N_BUFFERS]
         )
 
     def store(self, number: int, host: Tensor, buffer: Tensor) -> None:
-        """Copy the piece back to host memory, after the operations on it are complete."""
+        """Copy the piece back to host memory, once the operations on it are complete."""
         assert self._streams is not None, "a piece is fetched before it is stored"
         self._streams.outward.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._streams.outward):
@@ -97,14 +97,14 @@ class HostMemory:
             self._streams.stored[number % _N_BUFFERS].record()
 
     def finish(self) -> None:
-        """Wait on the host until all pieces are stored. Then the buffers may be freed."""
+        """Block until all pieces are stored. Afterwards the buffers may be freed."""
         if self._streams is not None:
             self._streams.inward.synchronize()
             self._streams.outward.synchronize()
 
 
 class _CopyStreams(NamedTuple):
-    """CUDA streams and events of the copies."""
+    """CUDA streams and events for the copies."""
 
     inward: Any
     """Stream of the copies to the device."""
@@ -134,9 +134,9 @@ class _Piece:
     parameters: Sequence[Tensor]
     """The parameters."""
     start: int
-    """First byte of their moments in the slab."""
+    """Offset of their moments in the slab, in bytes."""
     stop: int
-    """Byte after the last one."""
+    """Offset of the end of their moments, in bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -147,9 +147,9 @@ class OffloadedMoments:
     """Optimizer step of torch.optim.AdamW with moments that are offloaded to the host between
     steps.
 
-    The moments are in one slab of ``memory``, in the order of the parameters, the two moments of
-    each next to each other, so that a piece is one copy. The device computes the update, so the
-    results are bit-identical to those without offloading.
+    The moments are in one slab of ``memory``, in the order of the parameters, with the two moments
+    of a parameter next to each other, so that a piece needs one copy. The device computes the
+    update, so the results are bit-identical to those without offloading.
     """
 
     def __init__(
@@ -204,7 +204,8 @@ class OffloadedMoments:
                 self._adamw.state[parameter].update(self._view_moments(parameter, self._slab))
 
     def _allocate_buffers(self, pieces: Sequence[_Piece]) -> list[Tensor]:
-        """Return the two buffers on the device, the second one empty if there is only one piece."""
+        """Return the two buffers on the device; the second one is empty if there is only one
+        piece."""
         sizes = [
             max((piece.nbytes for piece in pieces[number::_N_BUFFERS]), default=0)
             for number in range(_N_BUFFERS)
@@ -224,8 +225,8 @@ class OffloadedMoments:
         return self._slab[piece.start : piece.stop]
 
     def _view_moments(self, parameter: Tensor, memory: Tensor, start: int = 0) -> dict[str, Tensor]:
-        """Return views of the moments of a parameter in ``memory``, which has the slab from byte
-        ``start`` on."""
+        """Return views of a parameter's moments in ``memory``, which starts at byte ``start`` of
+        the slab."""
         nbytes = parameter.numel() * parameter.element_size()
         moments = {}
         for name, place in zip(_MOMENTS, self._offsets[parameter], strict=True):
@@ -240,10 +241,10 @@ class OffloadedMoments:
 def _plan_slab(
     parameters: Iterable[Tensor], piece_bytes: int
 ) -> tuple[dict[Tensor, tuple[int, int]], list[_Piece]]:
-    """Return the first bytes of the two moments of each parameter in the slab, and the pieces of
+    """Return the offsets in bytes of each parameter's two moments in the slab, and the pieces of
     the slab.
 
-    Raises ValueError without a parameter.
+    Raises ValueError if there are no parameters.
     """
     offsets: dict[Tensor, tuple[int, int]] = {}
     pieces: list[_Piece] = []
@@ -266,8 +267,9 @@ def _plan_slab(
 def compute_learning_rate(config: OptimizerConfig, version: int, total_steps: int) -> float:
     """Return the learning rate of the train step that turns ``version`` into ``version + 1``.
 
-    It warms up linearly over ``warmup_steps_proportion`` of ``total_steps``; the first step is not
-    0. Then it is constant, or decays linearly or as a cosine from the peak to 0 at ``total_steps``.
+    It warms up linearly over ``warmup_steps_proportion`` of ``total_steps``, with a nonzero rate in
+    the first step. Then it is constant, or decays linearly or as a cosine from the peak to 0 at
+    ``total_steps``.
     """
     warmup = math.ceil(config.warmup_steps_proportion * total_steps)
     if version < warmup:
@@ -281,12 +283,12 @@ def compute_learning_rate(config: OptimizerConfig, version: int, total_steps: in
 
 
 class PolicyOptimizer:
-    """AdamW optimizer of the trainable parameters of a module.
+    """AdamW optimizer of a module's trainable parameters.
 
-    Parameters in a narrower type than fp32 get fp32 master weights, because small updates would be
-    rounded away in bf16. Biases and norms (one dimension) have no weight decay. With
-    ``config.offload`` the moments are in ``memory`` (None: pinned host memory); raises ValueError
-    if the device is not a CUDA device.
+    Parameters in a narrower dtype than fp32 get fp32 master weights, because bf16 would round small
+    updates away. Biases and norms (one dimension) have no weight decay. With ``config.offload`` the
+    moments are in ``memory`` (None: pinned host memory); raises ValueError if the device is not a
+    CUDA device.
     """
 
     def __init__(
@@ -334,8 +336,8 @@ class PolicyOptimizer:
 
     @property
     def masters(self) -> list[nn.Parameter]:
-        """Master weights, fp32, whose gradients are accumulated; the parameters themselves if they
-        are fp32."""
+        """Master weights, fp32, whose gradients are accumulated. A parameter that is fp32 is its
+        own master weight."""
         return self._masters
 
     @property
@@ -344,7 +346,7 @@ class PolicyOptimizer:
         return self._offloaded is not None
 
     def use(self, config: OptimizerConfig) -> None:
-        """Use these options from now on, with the current moments. Raises ValueError if ``offload``
+        """Use these options from now on and keep the moments. Raises ValueError if ``offload``
         changes."""
         if config.offload != self._config.offload:
             raise ValueError(
@@ -363,11 +365,11 @@ class PolicyOptimizer:
             p.grad = None
 
     def copy_gradients(self) -> list[Tensor | None]:
-        """Return a copy of the accumulated gradients, None for masters without one."""
+        """Return a copy of each master weight's accumulated gradient, None where there is none."""
         return [None if p.grad is None else p.grad.clone() for p in self._masters]
 
     def restore_gradients(self, copied: Sequence[Tensor | None]) -> None:
-        """Replace all gradients by those of ``copy_gradients``."""
+        """Replace all gradients by those that ``copy_gradients`` returned."""
         self.zero_grad()
         for master, gradient in zip(self._masters, copied, strict=True):
             master.grad = gradient
@@ -397,8 +399,8 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def step(self, version: int, norm: float) -> float:
-        """Clip the gradients, whose finite norm is ``norm``, and update the parameters; return the
-        learning rate."""
+        """Clip the gradients, whose global norm is ``norm`` (finite), and update the parameters;
+        return the learning rate."""
         rate = compute_learning_rate(self._config, version, self._total_steps)
         limit = self._config.gradient_clipping
         scale = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
@@ -420,10 +422,10 @@ class PolicyOptimizer:
                 master.grad = None
 
     def tensors(self, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
-        """Return the tensors of the optimizer (no copies) by name.
+        """Return the optimizer's tensors (not copies) by name.
 
-        These are the state of AdamW, ``exp_avg/NAME`` and so on, and ``master/NAME`` for separate
-        master weights. ``names`` are the names of the parameters.
+        These are AdamW's state, such as ``exp_avg/NAME``, and ``master/NAME`` for separate master
+        weights. ``names`` are the names of the parameters.
         """
         named: dict[str, Tensor] = {}
         for parameter, master in zip(self._parameters, self._masters, strict=True):
@@ -434,8 +436,8 @@ class PolicyOptimizer:
         return named
 
     def reset_moments(self, parameters_: Collection[nn.Parameter]) -> None:
-        """Reset the moments: 0 for these parameters, none for others. ``tensors`` then includes
-        them for loading."""
+        """Set the moments of these parameters to 0 and remove those of all others. ``tensors`` then
+        includes exactly these moments, so that a checkpoint can be loaded into them."""
         self._adamw.state.clear()
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             if parameter in parameters_ and self._offloaded is not None:

@@ -1,12 +1,12 @@
 """Hidden states, log-probabilities and values of packed sequences, for any decoder.
 
-If a test at construction shows that the model computes it correctly, all rows of a pass are
-concatenated without padding or masks: on a GPU by a variable-length attention kernel, on a CPU by
-attention over pieces of the rows. Otherwise rows of similar length run as one right-padded batch. A
-row of a single sequence needs no attention mask: under causal attention no real token sees the
-padding after it, and the kernels without masks are the fast ones. Rows of sequences that share
-prefixes have a mask and explicit positions, if the test shows that the model follows them. Hidden
-states are kept only at positions whose prediction is scored.
+If a test at construction shows that the model supports it, all rows of a pass are concatenated
+without padding or masks. Attention is then computed by a variable-length kernel on a GPU, and over
+pieces of the rows on a CPU. Otherwise rows of similar length run as one right-padded batch. A row
+of a single sequence needs no attention mask: under causal attention no real token sees the padding
+after it, and the kernels without masks are the fast ones. Rows of sequences that share prefixes
+have a mask and explicit positions, if the test shows that the model respects them. Hidden states
+are kept only at positions whose prediction is scored.
 """
 
 from __future__ import annotations
@@ -61,27 +61,31 @@ class ScoredRows:
     place: Tensor
     """Index of each position in the packed L-1 layout, int64 (m,)."""
     logits: Tensor | None = None
-    """(m, vocabulary), only if the head of the model is unknown."""
+    """(m, vocabulary); present only if the structure of the model's head is unknown."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The head of a model: at most one of ``language`` and ``value``; neither if it is unknown."""
+    """Head of a model: ``language``, ``value``, or neither if its structure is unknown."""
 
     language: Callable[[], Tensor] | None = None
-    """Return the weight (vocabulary, width) of a language-model head that is a linear
-    projection."""
+    """Function that returns the weight (vocabulary, width) of a language-model head that is a
+    linear projection."""
     adapter: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None
-    """Return the factors of the product that the head's adapter adds for given hidden states, None
-    while adapters are off (see ``lora.compute_adapter_factors``). None without an adapter."""
+    """Function that returns the factors of the product that the head's adapter adds for given
+    hidden states; it returns None while adapters are disabled (see
+    ``lora.compute_adapter_factors``). None without an adapter."""
     bias: Callable[[], Tensor] | None = None
-    """Return the bias (vocabulary,) of the language-model head. None without a bias."""
+    """Function that returns the bias (vocabulary,) of the language-model head. None without a
+    bias."""
     factor: float = 1.0
-    """Factor of the logits."""
+    """Number by which the logits are multiplied."""
     cap: float | None = None
-    """Soft cap: logits are bounded to it by tanh after the factor."""
+    """Soft cap: after multiplication by the factor, logits are bounded to +-cap by tanh. None
+    without one."""
     value: nn.Module | None = None
-    """Projection to one number, of any kind, in place of the language-model head."""
+    """Value head, any module that maps a hidden state to one number; it replaces the language-model
+    head."""
 
 
 class PackedOutputs:
@@ -141,7 +145,7 @@ class PackedOutputs:
         return self._spread(None if self._rows is None else head(self._rows.hidden)[..., 0].float())
 
     def keep(self, name: str, values: Tensor) -> None:
-        """See ``ForwardOutputs``. Raises ValueError on another shape."""
+        """See ``ForwardOutputs``. Raises ValueError if ``values`` have another shape."""
         if values.shape != (self._size,):
             raise ValueError(
                 f"keep({name!r}): shape {tuple(values.shape)}, the micro-batch has ({self._size},)"
@@ -180,7 +184,7 @@ class PackedOutputs:
         return torch.zeros(0, dtype=torch.int64, device=self._device)
 
     def _spread(self, numbers: Tensor | None) -> Tensor:
-        """Return values (m,) of the scored positions as an fp32 tensor of the packed L-1 layout, 0
+        """Return values (m,) of the scored positions as an fp32 tensor in the packed L-1 layout, 0
         elsewhere."""
         blank = torch.zeros(self._size, device=self._device)
         return blank if numbers is None else blank.index_copy(0, self.place, numbers)
@@ -188,8 +192,8 @@ class PackedOutputs:
     def _score(
         self, rows: ScoredRows, ids: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities of ``ids`` int64 (m, K), fp32 of that shape, and entropies fp32
-        (m,)."""
+        """Return the log-probabilities of ``ids`` int64 (m, K), fp32 (m, K), and the entropies,
+        fp32 (m,)."""
         heads = self._heads
         (hidden, logits) = (rows.hidden, rows.logits)
         if heads.language is not None and logits is None:
@@ -213,14 +217,14 @@ class PackedOutputs:
 
 
 _MAX_PROBED_WINDOW = 512
-"""Maximum size, in columns, of a model-specific window that the test covers; the row of the test is
+"""Maximum size, in columns, of a model-specific window that the test covers; the test's row is
 slightly longer."""
 _SLIDING_WINDOW = "sliding_window"
-"""Option of the one kind of window that the attention masks implement."""
+"""Configuration option of the only kind of window that the attention masks implement."""
 
 
 def list_model_windows(config: Any) -> list[int]:
-    """Return the values of a model's options that may be windows or chunks in tokens, except the
+    """Return the configured sizes in tokens of a model's possible windows or chunks, except the
     sliding window, which the attention masks implement."""
     options = config.get_text_config().to_dict()
     named = {name: value for name, value in options.items() if "window" in name or "chunk" in name}
@@ -235,8 +239,9 @@ def list_model_windows(config: Any) -> list[int]:
 def probe(config: Any) -> SequenceInputs | None:
     """Return test sequences that branch twice, all of whose positions are scored.
 
-    In one row of all of them, positions within one sequence lie further apart in columns than every
-    model-specific window, but not in tokens. Returns None if that would need too long a row.
+    When they are packed into one row, positions of one sequence lie further apart in columns than
+    every model-specific window, but not further apart in tokens. Returns None if that would need
+    too long a row.
     """
     widest = max(list_model_windows(config), default=0)
     if widest > _MAX_PROBED_WINDOW:
@@ -260,8 +265,8 @@ def probe(config: Any) -> SequenceInputs | None:
 
 
 def max_deviation(hidden: Tensor, expected: Tensor) -> float:
-    """Return the largest distance between hidden states (n, width) and the expected ones, relative
-    to the norm of the expected one at that position."""
+    """Return the largest distance between a hidden state (n, width) and the expected one, relative
+    to the norm of the expected one."""
     distance = (hidden - expected).float().norm(dim=-1) / expected.float().norm(dim=-1).clamp(
         min=1e-6
     )
@@ -269,14 +274,13 @@ def max_deviation(hidden: Tensor, expected: Tensor) -> float:
 
 
 def max_layout_error(dtype: torch.dtype, rounding: float) -> float:
-    """Return the maximum error of shared rows. ``rounding`` is the error of the same model, of
-    ``dtype``, if only the composition of a batch changes."""
+    """Return the maximum error that shared rows may have. ``rounding`` is the error of the same
+    model in ``dtype`` when only the composition of a batch changes."""
     return min(0.1, max(1e-3, 2 * torch.finfo(dtype).eps, 4 * rounding))
 
 
 _N_REPEATED = 5
-"""Number of rows that are computed a second time, each alone, to measure the rounding of the
-model."""
+"""Number of rows that are computed again, one at a time, to measure the model's rounding error."""
 _UNSUPPORTED_ERRORS = (
     AttributeError,
     IndexError,
@@ -286,23 +290,23 @@ _UNSUPPORTED_ERRORS = (
     TypeError,
     ValueError,
 )
-"""Errors of a forward pass that mean that the model does not support a layout."""
+"""Errors of a forward pass that indicate that the model does not support a layout."""
 _log = logging.getLogger(__name__)
 
 
 class PackedForward:
     """Forward passes of packed sequences through ``model``, a causal language model or a decoder
-    with a ``value_head``; without state between calls.
+    with a ``value_head``. It has no state between calls.
 
     The constructor tests with a few tokens whether rows may share prefixes (``shares``), in rows of
-    up to ``row_tokens`` positions, and whether they are computed without padding (``packs``). On a
+    up to ``row_tokens`` positions, and whether rows are computed without padding (``packs``). On a
     CPU, attention is computed over pieces of the rows (``row_tree_attention``) if the model
     supports it.
 
     Args:
-        pieces: Whether attention over pieces may be used. It may not if layers are recomputed in
-            the backward pass, which does not pass the pieces on, or compiled, which would
-            recompile for every tree.
+        pieces: Whether attention over pieces may be used. It must not be used if layers are
+            recomputed in the backward pass, which does not pass the pieces on, or compiled, which
+            would recompile for every tree.
         pace: Called before each forward pass.
     """
 
@@ -323,8 +327,8 @@ class PackedForward:
     def __call__(
         self, sample: SequenceSample, rows: Sequence[PackedRow] | None = None
     ) -> PackedOutputs:
-        """Return the outputs at scored positions: where ``loss_mask`` is True at the predicted
-        token, or everywhere without one.
+        """Return the outputs at the scored positions: where ``loss_mask`` is True for the predicted
+        token, or everywhere if there is no ``loss_mask``.
 
         ``rows`` are computed in one forward pass; by default every sequence is a row. Raises
         ValueError for an empty sequence.
@@ -342,7 +346,7 @@ class PackedForward:
 
     def run_zero_pass(self) -> Tensor:
         """Run one token through the decoder; return a scalar 0 whose autograd graph contains every
-        weight."""
+        weight, so that its backward pass reaches all of them."""
         decoder = self.model.get_decoder()
         tokens = torch.full(
             (1, 1), _non_padding_token(decoder), dtype=torch.int64, device=self.model.device
@@ -398,8 +402,8 @@ class PackedForward:
         return next(self.model.parameters()).dtype
 
     def _find_tested_kernel(self) -> Kernel | None:
-        """Return the device's kernel for packed rows if the model passes the test with it;
-        otherwise log why rows are padded, except where that is usual."""
+        """Return the device's kernel for packed rows if the model passes the test with it.
+        Otherwise return None, and log why rows are padded unless that is normal for the device."""
         kernel, reason = find_kernel(self.model.device, self._dtype, head_sizes(self.model.config))
         if kernel is not None:
             if not can_pack(self.model):
@@ -420,8 +424,8 @@ class PackedForward:
         return None
 
     def _supports_trees(self) -> bool:
-        """Return whether the model supports attention over pieces. If not, rows are padded, and may
-        have masks."""
+        """Return whether the model supports attention over pieces. If it does not, rows are padded
+        and may have masks."""
         if self.model.device.type != "cpu" or sliding_window(self.model.config) is not None:
             return False
         return not self._find_layout_problem(
@@ -429,7 +433,7 @@ class PackedForward:
         )
 
     def _supports_masks(self) -> bool:
-        """Return whether the model follows the masks of shared rows; log a warning if not."""
+        """Return whether the model respects the masks of shared rows; log a warning if not."""
         reason = self._find_layout_problem(build_padded_pass)
         if reason:
             _log.warning("prefixes are computed for each sequence: %s", reason)
@@ -443,7 +447,7 @@ class PackedForward:
         ``build_pass``, with those of the same sequences in separate padded rows. They differ if a
         model has positions, masks or states that depend on the order of columns.
 
-        Return the reason why the layout cannot be used, or "" if it can.
+        Returns the reason why the layout cannot be used, or "" if it can.
         """
         inputs = probe(self.model.config)
         if inputs is None:
@@ -473,15 +477,15 @@ class PackedForward:
 
 
 def _non_padding_token(decoder: Any) -> int:
-    """Return a token other than the padding token: some models have no gradient at its zero
-    embedding."""
+    """Return a token other than the padding token, whose zero embedding gives some models no
+    gradient."""
     return 1 if getattr(decoder.get_input_embeddings(), "padding_idx", None) == 0 else 0
 
 
 def _find_window_problem(config: Any, windows: Sequence[int | None]) -> str:
-    """Return an error text if the windows that the layers passed to their attention are not those
-    of the configuration, or "". Some models apply the window only in the mask, which packed rows do
-    not have, and test sequences are shorter than most windows."""
+    """Return an error text if the windows that the layers passed to their attention differ from
+    those in the configuration, otherwise "". Some models apply the window only in the mask, which
+    packed rows do not have, and test sequences are too short to show this."""
     window = sliding_window(config)
     sliding = count_sliding_layers(config)
     if [each for each in windows if each is not None] == [window] * sliding:
@@ -490,14 +494,13 @@ def _find_window_problem(config: Any, windows: Sequence[int | None]) -> str:
 
 
 _PROBE_LOGIT = 100.0
-"""Largest logit that a head is tested with, large enough that soft caps of usual size take
-effect."""
+"""Largest logit with which a head is tested, large enough for usual soft caps to take effect."""
 
 
 @torch.no_grad()
 def find_heads(model: Any) -> Heads:
     """Return the head of ``model``: its value head, or the language-model head that its
-    configuration describes, if that gives the same logits as the model, both small and large ones.
+    configuration describes, if that gives the same logits as the model for small and large logits.
     Otherwise return ``Heads()``."""
     if (value := getattr(model, "value_head", None)) is not None:
         return Heads(value=value)
@@ -542,7 +545,8 @@ def find_heads(model: Any) -> Heads:
 
 
 def _select_columns(hidden: Tensor, column: Tensor) -> Tensor:
-    """Return the hidden states at these columns of all rows one after another, (m, width)."""
+    """Return the hidden states at these columns, (m, width). Columns are numbered through all rows,
+    one row after another."""
     # The gradient of index_select sums the rows of a repeated column in a fixed order; that of
     # indexing does not if there are several threads.
     return hidden.flatten(0, 1).index_select(0, column)
@@ -551,8 +555,8 @@ def _select_columns(hidden: Tensor, column: Tensor) -> Tensor:
 def _run_whole_model(
     model: Any, arguments: dict[str, Any], column: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return hidden states and logits at these columns, by running the whole model, whose head is
-    unknown. The head gets only these positions."""
+    """Return hidden states and logits at these columns by running the whole model, because its head
+    is unknown. The head is applied only to these positions."""
     selected: list[Tensor] = []
 
     def keep(_module: Any, _args: Any, output: Any) -> Any:

@@ -21,16 +21,16 @@ from realhf.backends.embedded.kernels import onednn_linear, trains_faster
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 3 << 24
-"""Bytes of fp32 logits that exist at once: 256 rows for a vocabulary of 49,152 tokens. Smaller
-chunks read the weight of the head too often."""
+"""Maximum bytes of fp32 logits that exist at once: 256 rows for a vocabulary of 49,152 tokens.
+Smaller chunks read the head's weight too often."""
 GPU_CHUNK_BYTES = 1 << 30
-"""``CHUNK_BYTES`` on a GPU: 1,766 rows for a vocabulary of 151,936 tokens. The backward pass needs
-two and a half times as much. A product of fewer rows is bound by reading the weight of the head and
-writing its gradient."""
+"""The same on a GPU: 1,766 rows for a vocabulary of 151,936 tokens. The backward pass needs two and
+a half times as much. With fewer rows, most time is spent reading the head's weight and writing its
+gradient."""
 _GPU_PARTS = 64
-"""A chunk on a GPU uses at most one part in this many of the GPU's memory."""
+"""A chunk uses at most 1 / this number of a GPU's memory."""
 _KEPT_BYTES = 1 << 24
-"""Logits of a call are kept for the backward pass up to this size in bytes; larger ones are
+"""Maximum bytes of a call's logits that are kept for the backward pass; larger ones are
 recomputed."""
 
 
@@ -42,7 +42,7 @@ def chunk_rows(vocabulary: int, gpu_bytes: int = 0) -> int:
 
 
 class _Products:
-    """Products with the weight of a head (vocabulary, width), with fp32 sums and results.
+    """Matrix products with a head's weight (vocabulary, width), with fp32 sums and results.
 
     bf16 factors are multiplied as bf16 on the tensor cores of a GPU. The product of two bf16
     numbers is exact in fp32, so these logits equal those of fp32 factors up to the order of the
@@ -66,11 +66,12 @@ class _Products:
         return logits if bias is None else logits.add_(bias)
 
     def round_slope(self, slope: Tensor) -> Tensor:
-        """Return the gradient of logits in the dtype that ``of_hidden`` and ``of_head`` expect."""
+        """Return the gradient of logits in the dtype that ``grad_hidden`` and ``grad_head``
+        expect."""
         return slope.to(torch.bfloat16) if self.narrow else slope
 
     def grad_hidden(self, slope: Tensor) -> Tensor:
-        """Return the gradient of ``hidden`` for a gradient of logits."""
+        """Return the gradient with respect to ``hidden``, given the gradient of the logits."""
         return (
             torch.mm(slope, self._head)
             if self.narrow
@@ -78,8 +79,8 @@ class _Products:
         )
 
     def grad_head(self, slope: Tensor, hidden: Tensor, accumulated: Tensor | None) -> Tensor:
-        """Return ``accumulated`` (None: zeros) plus the gradient of the head; ``accumulated`` may
-        be overwritten."""
+        """Return ``accumulated`` (None: zeros) plus the gradient with respect to the head; may
+        overwrite ``accumulated``."""
         if self.narrow:
             if accumulated is None:
                 return torch.mm(slope.t(), hidden, out_dtype=torch.float32)
@@ -180,7 +181,7 @@ def selected_logprobs(
 
 
 def scale_and_cap(logits: Tensor, factor: float, cap: float | None) -> Tensor:
-    """Multiply logits by ``factor`` and, with ``cap``, bound them to it by tanh; in place."""
+    """Multiply logits by ``factor`` and, with ``cap``, bound them to +-cap by tanh; in place."""
     logits = logits.mul_(factor) if factor != 1.0 else logits
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
@@ -304,8 +305,8 @@ class _SelectedLogprobs(torch.autograd.Function):
 
 
 def _logprobs_with_slope(logits: Tensor, ids: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities (n, 1) of ``ids`` (n, 1), and ``factor`` times their gradients with
-    respect to ``logits`` (n, vocabulary), which overwrite ``logits``."""
+    """Return the log-probabilities (n, 1) of ``ids`` (n, 1), and ``factor`` times their gradients
+    with respect to ``logits`` (n, vocabulary). The gradients overwrite ``logits``."""
     chosen = logits.gather(-1, ids)
     peak = logits.amax(-1, keepdim=True)
     total = logits.sub_(peak).exp_().sum(-1, keepdim=True)
@@ -316,7 +317,7 @@ def _logprobs_with_slope(logits: Tensor, ids: Tensor, factor: float) -> tuple[Te
 def _add_adapter_logits(
     logits: Tensor, low: Tensor | None, up: Tensor | None, rows: slice
 ) -> Tensor:
-    """Add the product of the side factors to the logits of these rows, in place."""
+    """Add the product of the adapter's factors to the logits of these rows, in place."""
     return logits if low is None or up is None else logits.addmm_(low[rows], up.t())
 
 

@@ -1,11 +1,11 @@
-"""Packing of sequences into the rows of a pass: padded, packed, or with common prefixes computed
-once.
+"""Packing of sequences into the rows of a pass: padded, concatenated, or with common prefixes
+computed once.
 
 A row is a tree of tokens in depth-first order: its sequences in lexicographic order, each without
 the prefix that it shares with the one before it. A token attends to its ancestors and itself, at
 the position that it has in its own sequence, so its hidden state is the same as in a separate row.
-Where sequences branch, one hidden state predicts several tokens. The rollouts of a group share
-their prompt this way, and equal turns.
+Where sequences branch, one hidden state predicts several tokens. This way the rollouts of a group
+share their prompt and any equal turns that follow it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class SequenceInputs:
     """Inputs and targets of every sequence of a batch."""
 
     tokens: list[np.ndarray]
-    """Input tokens, up to the last one that a scored prediction depends on, int64."""
+    """Input tokens of each sequence, int64, up to the last one that a scored prediction depends
+    on."""
     scored_positions: list[np.ndarray]
-    """Positions in ``tokens`` whose prediction is scored, int64."""
+    """Positions in ``tokens`` from which a scored prediction is made, int64."""
     target: list[np.ndarray]
     """Token that each of these positions predicts, int64."""
     place: list[np.ndarray]
@@ -47,8 +48,8 @@ class SequenceInputs:
 
     @staticmethod
     def from_sample(sample: SequenceSample) -> SequenceInputs:
-        """Return the inputs of a batch; ``loss_mask`` selects the scored predictions, by default
-        all.
+        """Return the inputs of a batch; ``loss_mask`` selects the scored predictions. Without it,
+        all are scored.
 
         Raises ValueError for an empty sequence.
         """
@@ -79,8 +80,8 @@ class SequenceInputs:
 
 
 ROW_TOKENS = 768
-"""Default of the maximum number of positions of a row with several sequences. The attention mask of
-a row, and the cost of attention with it, grow with the square."""
+"""Default maximum number of positions in a row with several sequences. A row's attention mask, and
+the cost of attention with it, grow with the square."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class PackedRow:
     members: tuple[int, ...]
     """Indices of the sequences."""
     shared: tuple[int, ...]
-    """Number of tokens that each sequence shares with the one before it, 0 for the first."""
+    """Number of tokens that each sequence shares with the sequence before it, 0 for the first."""
     length: int
     """Number of positions of the row."""
 
@@ -112,17 +113,18 @@ def pack_shared_rows(
     max_tokens: int = ROW_TOKENS,
     longest: int = 0,
 ) -> list[PackedRow]:
-    """Return the sequences ``members`` in rows that compute common prefixes once.
+    """Pack the sequences ``members`` into rows that compute common prefixes once.
 
-    A sequence without a common prefix starts a new row. The result does not depend on the order of
-    ``members``.
+    A sequence that shares no prefix with the row starts a new row. The result does not depend on
+    the order of ``members``.
 
     Args:
         members: Indices of the sequences.
         inputs: Input tokens of all sequences.
         max_tokens: Maximum number of positions of a row with several sequences.
-        longest: Up to this number, a row may also have twice the positions of its first sequence.
-            Otherwise a prefix of about ``max_tokens`` tokens would be computed for each sequence.
+        longest: Up to this number of positions, a row may also have twice the positions of its
+            first sequence. Otherwise a prefix of about ``max_tokens`` tokens would be computed for
+            each sequence.
     """
     order = sorted(members, key=lambda i: (inputs[i].astype(">u4").tobytes(), i))
     rows: list[PackedRow] = []
@@ -148,8 +150,8 @@ def pack_shared_rows(
 
 
 def split_row(row: PackedRow, inputs: Sequence[np.ndarray]) -> tuple[PackedRow, PackedRow]:
-    """Return a row of several sequences as two of about equal length. Both compute their common
-    prefix."""
+    """Split a row of several sequences into two of about equal length. Each of them computes the
+    common prefix."""
     ends = np.cumsum([len(inputs[i]) - s for i, s in zip(row.members, row.shared, strict=True)])
     cut = int(np.clip(np.searchsorted(ends, row.length / 2) + 1, 1, len(row.members) - 1))
     return _row(row.members[:cut], row.shared[:cut], inputs), _row(
@@ -167,7 +169,7 @@ def _row(
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Return how many tokens two sequences have in common from their start."""
+    """Return the length of the common prefix of two sequences."""
     n = min(len(a), len(b))
     differs = np.flatnonzero(a[:n] != b[:n])
     return int(differs[0]) if len(differs) else n
@@ -175,14 +177,14 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Columns of the sequences of a row."""
+    """Layout of a row's columns: their tokens, positions and sequences."""
 
     tokens: np.ndarray
     """Token of each column, int64 (length,)."""
     depth: np.ndarray
     """Position of each column's token in its sequence, int64 (length,)."""
     columns: tuple[np.ndarray, ...]
-    """For each sequence, the columns of its tokens, int64."""
+    """Columns of each sequence's tokens, int64."""
 
 
 def build_row_layout(row: PackedRow, inputs: Sequence[np.ndarray]) -> RowLayout:
@@ -200,8 +202,8 @@ def build_row_layout(row: PackedRow, inputs: Sequence[np.ndarray]) -> RowLayout:
 
 
 def build_visibility(row: PackedRow, row_layout: RowLayout, width: int) -> np.ndarray:
-    """Return bool (width, width), indexed [query column, key column]: whether the query sees the
-    key. A padding column sees itself, because a softmax over nothing is NaN."""
+    """Return which key columns each query column attends to, bool (width, width), indexed [query,
+    key]. A padding column attends to itself, because a softmax over nothing is NaN."""
     visible = np.eye(width, dtype=bool)
     for shared, path in zip(row.shared, row_layout.columns, strict=True):
         for_new = np.tril(np.ones((len(path) - shared, len(path)), dtype=bool), shared)
@@ -210,21 +212,21 @@ def build_visibility(row: PackedRow, row_layout: RowLayout, width: int) -> np.nd
 
 
 BATCH_TOKENS = 4096
-"""Default of the maximum number of positions of a batch. A larger batch is not faster, and on a CPU
-it is slower because of the caches."""
+"""Default maximum number of positions in a batch. A larger batch is not faster, and on a CPU it is
+slower because of the caches."""
 _MAX_PADDING = 0.05
-"""Maximum share of padding in the positions of a batch."""
+"""Maximum fraction of a batch's positions that may be padding."""
 SMALL = BATCH_TOKENS // 8
-"""Number of positions up to which a batch may have more padding, because that costs less than
-another pass."""
+"""Number of positions up to which a batch may have more padding than that, because padding costs
+less than another pass."""
 
 
 def batch_packed_rows(lengths: Sequence[int], max_tokens: int | None = None) -> list[list[int]]:
-    """Return the indices of rows of these lengths in batches without padding, from longest to
-    shortest.
+    """Group rows of these lengths into batches without padding, from longest to shortest; return
+    the rows' indices.
 
-    There are few batches, of about equal size, since small ones compute slower. A batch has at most
-    ``max_tokens`` positions, unless it is a single longer row. Deterministic.
+    There are few batches, of about equal size, because small ones are slower per token. A batch has
+    at most ``max_tokens`` positions, unless it is a single longer row. Deterministic.
     """
     max_tokens = BATCH_TOKENS if max_tokens is None else max_tokens
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -248,10 +250,11 @@ def batch_packed_rows(lengths: Sequence[int], max_tokens: int | None = None) -> 
 def batch_padded_rows(
     members: Sequence[int], lengths: np.ndarray, max_tokens: int | None = None
 ) -> list[list[int]]:
-    """Return the rows ``members`` in batches that are to be padded, from longest to shortest.
+    """Group the rows ``members`` into batches to be padded, from longest to shortest.
 
-    A batch has at most ``max_tokens`` positions, and limited padding. A row longer than
-    ``max_tokens`` is a separate batch. ``lengths`` int64 (n,) are those of all rows. Deterministic.
+    A batch has at most ``max_tokens`` positions and limited padding. A row longer than
+    ``max_tokens`` is a separate batch. ``lengths`` int64 (n,) are the lengths of all rows.
+    Deterministic.
     """
     max_tokens = BATCH_TOKENS if max_tokens is None else max_tokens
     batches: list[list[int]] = []
@@ -273,35 +276,34 @@ def batch_padded_rows(
 
 @dataclass(frozen=True)
 class RowPass:
-    """Inputs of one forward pass: n rows of a common width, or with ``packed`` or ``trees`` all
-    rows concatenated in one."""
+    """Inputs of one forward pass: n rows padded to a common width or, with ``packed`` or ``trees``,
+    all rows concatenated into one."""
 
     tokens: Tensor
     """int64 (n, width)."""
     depth: Tensor
     """Position of each token in its sequence, int64 (n, width)."""
     visible: Tensor | None
-    """Which column each column sees, bool (n, width, width). None for rows of one sequence each,
-    which causal attention serves, and with ``packed`` or ``trees``."""
+    """Which columns each column attends to, bool (n, width, width). None with ``packed`` or
+    ``trees``, and for rows of one sequence each, for which causal attention is correct."""
     column: Tensor
-    """Column that each scored prediction is read from, in the rows one after another, int64
-    (m,)."""
+    """Column from which each scored prediction is read, numbered through all rows, int64 (m,)."""
     target: Tensor
-    """Token that each of them predicts, int64 (m,)."""
+    """Token of each scored prediction, int64 (m,)."""
     place: Tensor
-    """Index of each of them in the packed L-1 layout, int64 (m,)."""
+    """Index of each scored prediction in the packed L-1 layout, int64 (m,)."""
     packed: PackedLayout | None = None
-    """Layout for attention by a variable-length kernel."""
+    """Layout for attention by a variable-length kernel, or None."""
     trees: RowTrees | None = None
-    """Layout for attention by pieces of the rows."""
+    """Layout for attention over pieces of the rows, or None."""
 
 
 def build_padded_pass(rows: Sequence[PackedRow], inputs: SequenceInputs) -> RowPass:
-    """Return the padded pass of ``rows`` (at least one) over sequences of ``inputs``, with
+    """Return the padded pass of ``rows`` (at least one) over sequences of ``inputs``. It has
     ``visible`` if any row has several sequences.
 
-    Each row is padded on the right by its first token. The padding token may have a zero embedding,
-    at which some models have no gradient (Gemma 3n).
+    Each row is padded on the right with its first token, because the padding token may have a zero
+    embedding, for which some models have no gradient (Gemma 3n).
     """
     width = max(row.length for row in rows)
     tokens, depth = np.zeros((2, len(rows), width), dtype=np.int64)
@@ -337,8 +339,8 @@ def build_padded_pass(rows: Sequence[PackedRow], inputs: SequenceInputs) -> RowP
 def build_packed_pass(
     rows: Sequence[PackedRow], inputs: SequenceInputs, kernel: Kernel | None
 ) -> RowPass:
-    """Return the pass of ``rows`` (at least one) concatenated without padding, for attention by
-    ``kernel``, or by trees if it is None."""
+    """Return the pass of ``rows`` (at least one) concatenated without padding. Attention is
+    computed by ``kernel``, or over pieces of the rows if it is None."""
     tokens: list[np.ndarray] = []
     depth: list[np.ndarray] = []
     paths: list[list[np.ndarray]] = []

@@ -1,4 +1,4 @@
-"""Loading and checks of tokenizers and model configurations, without loading model code, for
+"""Loading and checking of tokenizers and model configurations, without loading model code, for
 processes that only handle tokens."""
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def load_tokenizer(path: str, role: str) -> Any:
 
 
 def check_same_tokens(tokenizer: Any, role: str, path: str, other_path: str) -> None:
-    """Raise ModelLoadError unless a tokenizer gives every token that it shares with the tokenizer
-    in ``other_path`` the same id. Tokens that only one of them has are accepted.
+    """Raise ModelLoadError unless every token that a tokenizer shares with the tokenizer in
+    ``other_path`` has the same id in both. Tokens that only one of them has are accepted.
 
-    ``role`` and ``path`` are the role that uses ``tokenizer`` and the path of its model.
+    ``role`` is the role that uses ``tokenizer``, ``path`` is the path of its model.
     """
     own_vocab = tokenizer.get_vocab()
     other_vocab = load_tokenizer(other_path, "actor").get_vocab()
@@ -62,9 +62,8 @@ def check_context(path: str, role: str, max_total_tokens: int) -> None:
 
 
 def check_dense(path: str, role: str) -> None:
-    """Raise ModelLoadError for a mixture of experts. A vLLM server cannot be updated with its
-    weights after each step, because vLLM has a tensor for each expert and the trainer one for all
-    experts."""
+    """Raise ModelLoadError for a mixture of experts. A vLLM server cannot take weight updates for
+    it, because vLLM stores one tensor per expert and the trainer one tensor for all experts."""
     if experts := routed_experts(_load_config(path, role)):
         raise ModelLoadError(
             f"{role}.path={path}: vLLM cannot be updated with the weights of its {experts} "
@@ -87,7 +86,7 @@ def _load_config(path: str, role: str) -> Mapping[str, Any]:
 
 
 def check_folder(path: str, role: str) -> None:
-    """Raise ModelLoadError if ``path`` has the form of a folder but is none. Otherwise the hub
+    """Raise ModelLoadError if ``path`` looks like a folder but does not exist. Otherwise the hub
     client would complain about an invalid repository name."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not Path(path).is_dir():

@@ -1,5 +1,5 @@
-"""Backend that builds a ``TorchEngine`` from a folder or a hub id, with one-line errors for models
-that cannot be used.
+"""Backend that builds a ``TorchEngine`` from a folder or a hub id. Models that cannot be used give
+one-line errors.
 
 A critic is the decoder of a causal language model with a head that maps every hidden state to one
 number.
@@ -73,8 +73,7 @@ class TorchBackend:
             )
 
     def _load_model(self, spec: ModelSpec, dtype: torch.dtype) -> Any:
-        """Load the model. Backends that shard it override this, so that no process loads all of
-        it."""
+        """Load the model. Sharding backends override this, so that no process loads all of it."""
         head = spec.head == "lm"
         model = load_causal_lm(
             spec.path, spec.role, dtype, with_head=head, experts=spec.experts
@@ -84,15 +83,15 @@ class TorchBackend:
     def _build_engine(
         self, spec: ModelSpec, model: Any, tokenizer: Any, **options: Any
     ) -> TorchEngine:
-        """Create the engine of the loaded model. Backends with several workers override this."""
+        """Create an engine for the loaded model. Backends with several workers override this."""
         return TorchEngine(model, tokenizer, role=spec.role, **options)
 
 
 def explain_loading_oom(
     spec: ModelSpec, device: torch.device
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that turns an out-of-memory error of loading a model into a
-    RuntimeError that names options to change."""
+    """Context manager that turns an out-of-memory error while a model is loaded into a RuntimeError
+    that names the options to change."""
     dtype_advice = (
         f", {spec.role}.dtype=bfloat16 (it is {spec.dtype})" if spec.dtype == "float32" else ""
     )
@@ -149,8 +148,8 @@ def load_causal_lm(
 
 
 def choose_attention(path: str, role: str, experts: bool | None = None) -> str:
-    """Return the attention implementation for a model. Raises ModelLoadError if it is no decoder,
-    and for a mixture of experts if ``experts`` is False."""
+    """Return the attention implementation for a model. Raises ModelLoadError if it is not a
+    decoder, or if it is a mixture of experts and ``experts`` is False."""
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
@@ -174,8 +173,9 @@ def choose_attention(path: str, role: str, experts: bool | None = None) -> str:
 
 
 def _find_mismatch(model: Any, report: Mapping[str, Any], with_head: bool) -> str | None:
-    """Return the difference between a checkpoint and the model that its configuration describes, as
-    text, or None. transformers would fill missing tensors with random numbers without an error."""
+    """Return an error text if a checkpoint does not match the model that its configuration
+    describes, otherwise None. transformers would fill missing tensors with random numbers without
+    an error."""
     name = type(model).__name__
     head = model.get_output_embeddings()
     optional = (
@@ -198,9 +198,9 @@ def _find_mismatch(model: Any, report: Mapping[str, Any], with_head: bool) -> st
 
 @torch.no_grad()
 def find_logit_problem(model: Any) -> str | None:
-    """Return why a model cannot generate, or None: its logits are not finite, or depend on later
-    tokens, as those of an encoder loaded as a causal model. For a model with a value head, the
-    hidden states are tested."""
+    """Return why a model cannot generate, or None if it can. Its logits may not be finite, or may
+    depend on later tokens, as those of an encoder loaded as a causal model do. For a model with a
+    value head, the hidden states are tested instead."""
     size = int(model.config.get_text_config().vocab_size)
     texts = torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]], device=model.device) % size
     if isinstance(model, ValueModel):
@@ -227,7 +227,8 @@ def check_chat_template(tokenizer: Any, path: str, role: str = "actor") -> None:
 
 
 class ValueHead(nn.Linear):
-    """Projection of hidden states (..., width) to one number each, fp32 (..., 1), computed in fp32.
+    """Linear projection of hidden states (..., width) to one number each, fp32 (..., 1), computed
+    in fp32.
 
     It starts at 0, so that an untrained critic predicts the mean return and does not distort
     advantage estimates.
@@ -285,8 +286,8 @@ class ValueModel(nn.Module):
 
 def load_value_model(language_model: Any, path: str, role: str) -> ValueModel:
     """Return a value model with the decoder of ``language_model``, which was loaded from ``path``.
-    Its value head is loaded from there too; without a file, it starts at 0. Raises ModelLoadError
-    if the saved head does not fit."""
+    Its value head is loaded from a file in the same folder, or starts at 0 if there is none. Raises
+    ModelLoadError if the saved head does not fit."""
     model = ValueModel(language_model)
     if _head_path(path).is_file():
         try:

@@ -53,10 +53,10 @@ def find_blocks(model: Any) -> list[Any]:
 class CompiledBlocks:
     """Blocks of a transformers model compiled with torch.compile.
 
-    The compiled blocks are used only inside of ``on``. Generation from cached keys and values,
+    The compiled blocks are active only inside ``use``. Generation from cached keys and values,
     whose shapes change with every token, uses the original blocks. Shapes are dynamic:
     micro-batches of every size use the same compiled code. Raises ValueError if the model declares
-    no blocks, or without a compiler for the device. ``role`` is for error messages.
+    no blocks, or if there is no compiler for the device. ``role`` is for error messages.
     """
 
     def __init__(self, model: Any, role: str) -> None:
@@ -75,7 +75,8 @@ class CompiledBlocks:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """Use the compiled blocks in the block of code; the first pass of a kind compiles them.
+        """Context manager that activates the compiled blocks. The first pass with each kind of
+        input compiles them.
 
         Raises RuntimeError naming the option if compilation fails.
         """
@@ -187,7 +188,7 @@ class TorchEngine:
 
     @property
     def ranks(self) -> Ranks:
-        """Group of the engines that train this model together."""
+        """Communication with the engines of the other workers that train this model."""
         return self._ranks
 
     def base(self) -> BaseEngine:
@@ -202,11 +203,11 @@ class TorchEngine:
     def _build_forward(
         self, lora: LoraConfig | None, path: str, adapts_head: bool
     ) -> PackedForward:
-        """Add adapters to the model and return its forward pass, which probes what the model
+        """Add adapters to the model and return its forward pass, which tests what the model
         supports.
 
-        It has to be called before the optimizer is created. Raises ValueError for a model that
-        cannot have adapters.
+        Must be called before the optimizer is created. Raises ValueError for a model that cannot
+        have adapters.
         """
         if not self._compiles:  # Inductor requires the weight of a oneDNN product to be a constant.
             use_onednn(self.model)
@@ -224,7 +225,8 @@ class TorchEngine:
         return PackedForward(self.model, pieces=not self._checkpointing and not self._compiles)
 
     def use_threads(self, threads: ComputeThreads) -> None:
-        """Compute with ``threads`` from now on. All engines of a thread share them."""
+        """Compute with ``threads`` from now on. Torch's number of threads is a setting of the
+        calling thread, so all engines that compute in one thread share it."""
         self._threads = threads
         if self._generator is not None:
             self._generator.threads = threads
@@ -232,8 +234,7 @@ class TorchEngine:
 
     @property
     def version(self) -> int:
-        """Number of completed train steps. Setting it invalidates the cache of the generation
-        engine."""
+        """Number of completed train steps. Setting it invalidates the generation engine's cache."""
         return self._version
 
     @version.setter
@@ -243,15 +244,15 @@ class TorchEngine:
             self._generator.free()
 
     def release_generation(self) -> None:
-        """Free the keys and values of the generation engine and the merged weights until it
-        generates again."""
+        """Free the generation engine's keys and values and the merged weights. They are allocated
+        again when it next generates."""
         if self._generator is not None:
             self._generator.release()
         if self.adapters is not None:
             self.adapters.drop_merged()
 
     def generator(self) -> EmbeddedGenerator:
-        """The generation engine of the same model. Raises ValueError for a model with a value
+        """Return the generation engine of this model. Raises ValueError for a model with a value
         head."""
         if self._generator is None:
             raise ValueError("a model with a value head does not generate")
@@ -260,14 +261,14 @@ class TorchEngine:
     def _build_generator(
         self, model: Any, ready: Callable[[], object] = lambda: None
     ) -> EmbeddedGenerator:
-        """Return a generation engine of ``model``, which shares the device with training."""
+        """Return a generation engine for ``model`` on the device that is also used for training."""
         max_bytes = lambda: cache_bytes(self._kv_cache_gib, model.device, shared=True)
         return EmbeddedGenerator(
             model, version=lambda: self._version, ready=ready, max_bytes=max_bytes
         )
 
     def _merged_model(self) -> Any:
-        """Return the model with its adapters merged, if it has any."""
+        """Return the model with its adapters merged, or the model itself if it has no adapters."""
         return self.model if self.adapters is None else self.adapters.merged_model()
 
     def train_batch(
@@ -280,8 +281,8 @@ class TorchEngine:
     ) -> TrainResult:
         """See ``Engine.train_batch``. Raises RuntimeError for a frozen model.
 
-        The statistics are the sums of those that ``loss_fn`` returned, ``loss``, ``lr`` and
-        ``POSITIONS``. A batch without a trainable position makes no update.
+        The statistics are the sums of the statistics that ``loss_fn`` returned, and ``loss``,
+        ``lr`` and ``POSITIONS``. A batch without a trainable position makes no update.
         """
         optimizer = self._require_optimizer("train_batch")
         if not 0 < normaliser < math.inf:
@@ -304,12 +305,12 @@ class TorchEngine:
     def accumulate(
         self, sample: SequenceSample, loss_fn: LossFn, *, mb_spec: MicroBatchSpec
     ) -> TrainResult:
-        """Add the gradient of the sum of the losses on ``sample`` to the accumulated ones.
+        """Add the gradient of the summed losses on ``sample`` to the accumulated gradient.
 
         The norm in the result is that of the accumulated gradient; the statistics are those of
-        ``train_batch`` without ``lr``. If loss or norm are not finite, or on an exception, the
-        accumulated gradient does not change. The memory of the passes is kept for the next call.
-        Raises RuntimeError for a frozen model, or one with several ranks.
+        ``train_batch`` without ``lr``. If the loss or the norm is not finite, or an exception is
+        raised, the accumulated gradient does not change. The memory of the passes is kept for the
+        next call. Raises RuntimeError for a frozen model, or one with several ranks.
         """
         optimizer = self._require_optimizer("accumulate")
         if self._ranks.size > 1:
@@ -331,7 +332,7 @@ class TorchEngine:
         """Make one optimizer step with the accumulated gradient, clear it, and increment
         ``version``.
 
-        ``options`` replace earlier ones. With a norm that is not finite there is no step. Weights
+        ``options`` replace earlier ones. If the norm is not finite, no step is made. Weights
         without a gradient do not change, as in ``torch.optim.AdamW``.
         """
         optimizer = self._require_optimizer("step")
@@ -354,7 +355,7 @@ class TorchEngine:
         self._require_optimizer("forget_moments").reset_moments(())
 
     def _require_optimizer(self, method: str) -> PolicyOptimizer:
-        """Return the optimizer. Raises RuntimeError naming ``method`` for a frozen model."""
+        """Return the optimizer. Raises RuntimeError naming ``method`` if the model is frozen."""
         if self._optimizer is None:
             raise RuntimeError(f"{method}: this model role was built without an optimizer")
         return self._optimizer
@@ -367,7 +368,7 @@ class TorchEngine:
         normaliser: float,
         optimizer: PolicyOptimizer,
     ) -> tuple[dict[str, float], bool, dict[str, Tensor]]:
-        """Add the gradient of a batch, summed over all ranks, to the accumulated one.
+        """Add the gradient of a batch, summed over all ranks, to the accumulated gradient.
 
         Returns the statistics, whether there was a gradient, and the tensors that the loss kept.
         """
@@ -460,17 +461,18 @@ class TorchEngine:
         )
 
     def _run_pass(self, empty: bool, run: Callable[[], Tensor]) -> Tensor:
-        """Run a pass with the whole weights. Subclasses gather sharded weights, unless the pass is
-        ``empty``."""
+        """Run a pass while all weights are available. Subclasses gather sharded weights for it,
+        unless the pass is ``empty``."""
         del empty
         return run()
 
     def _count_extra_passes(self, parts: list[MicroBatch]) -> int:
-        """Return the number of passes of other ranks in which this rank has to take part after its
-        own.
+        """Return the number of additional passes in which this rank has to take part after its own,
+        because other ranks have more.
 
-        It is exchanged before the first pass. Afterwards a rank that has finished would wait for
-        the exchange, while the others wait for its part in their passes.
+        The numbers are exchanged before the first pass. An exchange after the passes would
+        deadlock: a rank that has finished would wait in it, while the others wait for that rank in
+        their passes.
         """
         if not self._ranks.passes_are_collective:
             return 0
@@ -479,7 +481,7 @@ class TorchEngine:
 
     @contextlib.contextmanager
     def _use_training_mode(self) -> Iterator[None]:
-        """Set the model up for training in the block."""
+        """Context manager that sets the model up for training."""
         # Layers recompute activations only in training mode. Dropout is disabled in both modes.
         self.model.train(self._checkpointing)
         if self.adapters is not None:
@@ -527,7 +529,7 @@ class TorchEngine:
     def logprobs(
         self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec
     ) -> Tensor:
-        """See ``Engine.logprobs``. ``mb_spec`` bounds memory and changes results only by
+        """See ``Engine.logprobs``. ``mb_spec`` limits memory and changes results only by
         rounding."""
         return logprobs_by(self, sample, temperature=temperature, mb_spec=mb_spec)
 
@@ -536,8 +538,8 @@ class TorchEngine:
         return collect_weights(self._merged_model())
 
     def stored_weights(self) -> dict[str, Tensor]:
-        """Return the weights that ``load_checkpoint`` restores bit by bit: all, or base weights and
-        adapters."""
+        """Return the weights that ``load_checkpoint`` restores bit by bit: all weights or, for a
+        model with adapters, its base weights and adapters."""
         return self.weights() if self.adapters is None else collect_weights(self.model)
 
     @property
@@ -565,7 +567,7 @@ class TorchEngine:
         self._load(folder)
 
     def _load(self, folder: Path, group: Any = None) -> None:
-        """Restore a checkpoint together with the other ranks of ``group``, alone if it is None."""
+        """Restore a checkpoint together with the other ranks of ``group`` (None: alone)."""
         if (folder / "engine.pt").is_file():
             raise ValueError(
                 f"checkpoint {folder} was written by an earlier version, in a format that this one "
@@ -586,7 +588,8 @@ class TorchEngine:
             )
 
     def _check_adapters(self, folder: Path) -> None:
-        """Raise ValueError if only one of model and checkpoint has adapters."""
+        """Raise ValueError if the model has adapters and the checkpoint does not, or the
+        reverse."""
         saved = (folder / ADAPTER).is_dir()
         if folder.is_dir() and saved != (self.adapters is not None):
             was, now = ("adapters", "all weights") if saved else ("all weights", "adapters")
@@ -610,9 +613,10 @@ class TorchEngine:
 
 @contextlib.contextmanager
 def explain_load_errors(folder: Path) -> Iterator[None]:
-    """Raise a ValueError of one line for a checkpoint that does not fit the model.
+    """Context manager that raises a one-line ValueError for a checkpoint that does not fit the
+    model.
 
-    Errors with other causes, a lost rank or missing memory, are raised unchanged.
+    Errors with other causes, such as a lost rank or lack of memory, are raised unchanged.
     """
     try:
         yield
@@ -646,7 +650,7 @@ def _count_predictions(sample: SequenceSample) -> int:
 
 
 def _disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability in the modules of a model to 0, whatever its name."""
+    """Set every dropout probability in a model's modules to 0, under whatever attribute name."""
     for module in model.modules():
         if isinstance(module, _DropoutNd):
             module.p = 0.0
@@ -660,7 +664,7 @@ def _disable_dropout(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _disable_config_dropout(config: Any) -> Iterator[None]:
-    """Set the dropout probabilities in the configuration to 0 in the block.
+    """Context manager that sets the dropout probabilities in the configuration to 0.
 
     Some models read them in every pass. They are restored afterwards, because the exported
     configuration must have them.

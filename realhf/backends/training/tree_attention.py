@@ -39,15 +39,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from realhf.backends.embedded.attention import IGNORED_ARGUMENTS, additive_mask
 
 MAX_GATHERED_PER_COLUMN = 4
-"""Maximum number of gathered key columns per column of the rows. They are kept for the backward
-pass."""
+"""Maximum number of gathered key columns per column of the rows. Gathered columns stay in memory
+until the backward pass."""
 MAX_PADDING = 1.3
-"""Maximum ratio of the products in a padded batch to those of its bundles. Less padding would need
-more batches, and each batch costs kernel launches."""
+"""Maximum ratio of the (query, key) products computed in a padded batch to those of its bundles.
+Less padding would need more batches, each of which costs kernel launches."""
 BUNDLE_OVERHEADS = (1.0, 1.3, 2.0, 4.0, math.inf)
-"""Maximum ratios of the products in a bundle to those of its segments, in the order in which they
-are tried until few enough columns are gathered. With the first there are no bundles; with the last
-each row is one bundle, which gathers no column twice."""
+"""Maximum ratios of the (query, key) products in a bundle to those of its segments. They are tried
+in this order until few enough columns are gathered. The first ratio allows no bundles; with the
+last, each row is one bundle, which gathers no column twice."""
 ROW_TREE = "row_tree"
 """Name of the attention implementation in transformers."""
 
@@ -64,22 +64,22 @@ class TreeSegment:
     end: int
     """Column after the last one."""
     before: np.ndarray
-    """Columns of the sequence before the segment, int64."""
+    """Columns of the same sequence that precede the segment, int64."""
 
     @property
     def own(self) -> int:
-        """Number of columns of the segment."""
+        """Number of columns in the segment."""
         return self.end - self.start
 
     @property
     def products(self) -> int:
-        """Number of (query, key) pairs without a causal mask."""
+        """Number of (query, key) pairs of the segment when no causal mask is applied."""
         return self.own * (self.own + len(self.before))
 
 
 @dataclass(frozen=True)
 class SegmentBundle:
-    """Adjacent segments of a row that are computed together, at least one."""
+    """One or more adjacent segments of a row that are computed together."""
 
     segments: tuple[TreeSegment, ...]
     """The segments in the order of their columns."""
@@ -96,31 +96,32 @@ class SegmentBundle:
 
     @property
     def before(self) -> np.ndarray:
-        """Columns outside of the bundle that its segments attend to, int64.
+        """Columns outside the bundle that its segments attend to, int64.
 
-        Those of the first segment include those of all others: later segments branch off at these
-        columns, or within the bundle.
+        These are the columns before the first segment. They include those of all later segments,
+        which branch off at these columns or within the bundle.
         """
         return self.segments[0].before
 
     @property
     def own(self) -> int:
-        """Number of columns of the bundle (queries)."""
+        """Number of columns in the bundle, which are its queries."""
         return self.end - self.start
 
     @property
     def n_keys(self) -> int:
-        """Number of keys: the columns before the bundle and its own."""
+        """Number of keys: the columns in ``before`` plus the bundle's own columns."""
         return self.own + len(self.before)
 
     @property
     def products(self) -> int:
-        """Number of (query, key) pairs without a mask."""
+        """Number of (query, key) pairs of the bundle when no mask is applied."""
         return self.own * self.n_keys
 
     @property
     def causal(self) -> bool:
-        """Whether plain causal attention is correct: one segment at the start of a row."""
+        """Whether plain causal attention is correct: the bundle is a single segment at the start of
+        a row."""
         return len(self.segments) == 1 and not len(self.before)
 
     def visible(self) -> np.ndarray:
@@ -166,11 +167,12 @@ def split_segments(
 
 
 def batch_segments(segments: Sequence[TreeSegment], columns: int) -> list[list[SegmentBundle]]:
-    """Return the segments of rows with ``columns`` columns in batches of bundles.
+    """Group the segments of rows with ``columns`` columns into batches of bundles.
 
-    Segments are bundled if gathering the keys of each would exceed ``MAX_GATHERED_PER_COLUMN``. The
-    smallest of ``BUNDLE_OVERHEADS`` that suffices is used. The number of products is at most this
-    overhead times ``MAX_PADDING`` times the number that the segments need.
+    Segments are bundled only if gathering keys for each segment would exceed
+    ``MAX_GATHERED_PER_COLUMN``; then the smallest of ``BUNDLE_OVERHEADS`` that suffices is used.
+    The number of (query, key) products is at most this overhead times ``MAX_PADDING`` times the
+    number that the segments need.
     """
     batches: list[list[SegmentBundle]] = []
     for overhead in BUNDLE_OVERHEADS:
@@ -185,10 +187,10 @@ def batch_segments(segments: Sequence[TreeSegment], columns: int) -> list[list[S
 
 
 def _bundle_segments(segments: Sequence[TreeSegment], overhead: float) -> list[SegmentBundle]:
-    """Return adjacent segments in bundles with at most ``overhead`` times the products of the
+    """Group adjacent segments into bundles with at most ``overhead`` times the products of the
     segments.
 
-    The first segment of a row stays alone unless the overhead is unlimited: it needs no mask, so a
+    A row's first segment stays alone unless the overhead is unlimited: it needs no mask, so a
     causal kernel skips half of its products.
     """
     groups: list[list[TreeSegment]] = []
@@ -211,7 +213,7 @@ def _bundle_segments(segments: Sequence[TreeSegment], overhead: float) -> list[S
 
 
 def _batch_bundles(bundles: Sequence[SegmentBundle]) -> list[list[SegmentBundle]]:
-    """Return bundles of similar size in batches; causal bundles have batches of their own."""
+    """Group bundles of similar size into batches; causal bundles are in separate batches."""
     batches: list[list[SegmentBundle]] = []
     needed = 0  # Products of the bundles of the current batch without padding.
     for bundle in sorted(
@@ -232,24 +234,25 @@ def _batch_bundles(bundles: Sequence[SegmentBundle]) -> list[list[SegmentBundle]
 
 
 class _Gathering:
-    """Order in which batches of bundles gather columns.
+    """Plan by which each batch of bundles gathers its columns.
 
-    Every bundle of a batch gets the same number of columns, padded with its first own column.
+    Every bundle of a batch gets the same number of columns; it is padded with its first own column.
 
     Attributes:
         shapes: (number of bundles, columns per bundle) of each batch.
         sizes: Number of gathered columns of each batch.
         index: Gathered columns of all batches, one after another, int64.
-        place: Index in ``index`` of each column of the rows as a bundle's own column, int64 (columns,).
-        before: Runs of consecutive columns before a bundle: (first index in ``index``, first column, number
-            of columns).
+        place: For each column of the rows, the index in ``index`` at which it is gathered as a
+            bundle's own column, int64 (columns,).
+        before: Runs of consecutive columns before a bundle: (first index in ``index``, first
+            column, number of columns).
         padding: Indices in ``index`` that are not in ``place``, int64.
 
     Args:
         batches: The batches of bundles.
         columns: Number of columns of the rows.
-        keys: Whether a bundle gathers its keys (the columns before it and its own), or only its own
-            columns, the queries.
+        keys: Whether to gather the keys of each bundle (the columns before it and its own columns)
+            or only its own columns, the queries.
     """
 
     def __init__(
@@ -282,10 +285,8 @@ class _Gathering:
         self.place = torch.from_numpy(place)
 
     def take(self, x: Tensor) -> list[Tensor]:
-        """Return the gathered columns of each batch, (bundles, heads, columns per bundle, dim).
-
-        ``x`` is (columns, heads, dim).
-        """
+        """Gather the columns of ``x`` (columns, heads, dim); return (bundles, heads, columns per
+        bundle, dim) for each batch."""
         parts = _GatherColumns.apply(x, self)
         return [
             part.view(*shape, *x.shape[1:]).transpose(1, 2)
@@ -293,15 +294,14 @@ class _Gathering:
         ]
 
     def put(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the results of the batches in the order of the rows' columns, (columns, heads,
-        dim)."""
+        """Return the batches' results in the order of the rows' columns, (columns, heads, dim)."""
         flat = [part.transpose(1, 2).flatten(0, 1) for part in parts]
         return _ScatterColumns.apply(flat[0] if len(flat) == 1 else torch.cat(flat), self)
 
 
 def _find_runs(columns: np.ndarray) -> list[tuple[int, int]]:
-    """Return the [first, end) indices of the runs of consecutive numbers in ``columns`` int64
-    (n,)."""
+    """Return the runs of consecutive numbers in ``columns`` int64 (n,) as index pairs [first,
+    end)."""
     if not len(columns):
         return []
     breaks = [0, *(np.flatnonzero(np.diff(columns) != 1) + 1).tolist(), len(columns)]
@@ -309,9 +309,10 @@ def _find_runs(columns: np.ndarray) -> list[tuple[int, int]]:
 
 
 class _GatherColumns(torch.autograd.Function):
-    """Gather of columns (columns, heads, dim); its backward pass adds the gradients of the copies.
+    """Autograd function that gathers columns of (columns, heads, dim). Its backward pass sums the
+    gradients of all copies of a column.
 
-    It adds whole runs of columns, which is faster than the index_add of autograd.
+    It adds whole runs of columns, which is faster than autograd's index_add.
     """
 
     @staticmethod
@@ -334,8 +335,8 @@ class _GatherColumns(torch.autograd.Function):
 
 
 class _ScatterColumns(torch.autograd.Function):
-    """Inverse of the gather of queries: the results of all bundles in the order of the rows'
-    columns."""
+    """Autograd function that undoes the gathering of queries: it returns the results of all bundles
+    in the order of the rows' columns."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gathering: _Gathering) -> Tensor:
@@ -357,7 +358,8 @@ class RowTrees:
 
     Args:
         paths: For each row, the columns of each of its sequences in order, int64.
-        shared: For each sequence of each row, the number of columns that it shares with the one before.
+        shared: For each sequence of each row, the number of columns that it shares with the
+            sequence before it.
         columns: Number of columns of all rows.
     """
 

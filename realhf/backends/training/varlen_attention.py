@@ -5,12 +5,12 @@ CUDA devices of compute capability 8.0 and higher. Its options differ between ve
 from its signature.
 
 All sequences of a pass are concatenated in one row, without padding. The queries of a sequence are
-its own new tokens; its keys may begin with tokens that an earlier sequence of the row computes, so
-that common prefixes are computed once. The last query of a sequence sees all of its keys, the one
-before it all but the last, and so on.
+its own new tokens. Its keys may begin with tokens that an earlier sequence of the row computes, so
+that common prefixes are computed once. The last query of a sequence attends to all of its keys, the
+query before it to all but the last, and so on.
 
 A pass without a layout is computed by ``sdpa``, with the same masks, so the model can keep this
-attention implementation.
+attention implementation permanently.
 """
 
 from __future__ import annotations
@@ -33,16 +33,19 @@ from realhf.backends.embedded.attention import IGNORED_ARGUMENTS
 from realhf.base.text import first_line
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, "int | None", float], Tensor]
-"""(query (q, heads, dim), key (k, kv heads, dim), value, cumulative ends of queries int32 (n + 1,),
-cumulative ends of keys, maximum number of queries of a sequence, maximum number of keys, window,
-scale) -> (q, heads, dim). Causal: the last query of a sequence sees all of its keys, or the last
-``window`` of them, including its own."""
+"""Function (query (q, heads, dim), key (k, kv heads, dim), value, cumulative ends of queries int32
+(n + 1,), cumulative ends of keys, maximum number of queries of a sequence, maximum number of keys,
+window, scale) -> (q, heads, dim).
+
+Attention is causal: the last query of a sequence attends to all of its keys or, with a window, to
+the last ``window`` of them, including its own.
+"""
 _CAPABILITY = (8, 0)
 """Minimum compute capability of the device."""
 _TYPES = (torch.bfloat16, torch.float16)
 _MAX_ERROR = 0.03
-"""Maximum error against the reference computation, relative to the largest number; one rounding of
-bf16 is 0.008."""
+"""Maximum error of a kernel, relative to the largest number in the reference result; one bf16
+rounding is 0.008."""
 _UNSUPPORTED_ERRORS = (
     AttributeError,
     IndexError,
@@ -51,14 +54,14 @@ _UNSUPPORTED_ERRORS = (
     TypeError,
     ValueError,
 )
-"""Errors of a kernel that mean that it does not support the case."""
+"""Errors of a kernel that indicate that it does not support the case."""
 
 
 def find_kernel(
     device: torch.device, dtype: torch.dtype, head_sizes: Sequence[int] = (64,)
 ) -> tuple[Kernel | None, str]:
     """Return a kernel that passed a test on ``device`` for heads of all these sizes, and ""; or
-    None and the reason. Without a GPU there is no kernel, and the reason is ""."""
+    None and the reason why there is none. Without a GPU the reason is "" as well."""
     if device.type != "cuda":
         return None, ""
     if dtype not in _TYPES:
@@ -99,17 +102,19 @@ def _find_first_fault(
 
 
 def adapt_kernels(function: Callable[..., Any]) -> Iterator[Kernel]:
-    """Yield kernels that call a ``varlen_attn`` with the options in its signature: first, if it has
-    grouped-query attention, one that uses it, then one that repeats keys and values for each query
-    head."""
+    """Yield the possible kernels that call a ``varlen_attn`` with the options in its signature. The
+    first one uses grouped-query attention, if the signature has it; the last one repeats keys and
+    values for each query head."""
     known = inspect.signature(function).parameters
     for grouped in (True, False) if "enable_gqa" in known else (False,):
         yield _adapt_kernel(function, frozenset(known), grouped)
 
 
 def _adapt_kernel(function: Callable[..., Any], known: frozenset[str], grouped: bool) -> Kernel:
-    """Return a kernel that calls a ``varlen_attn`` with the options in ``known``. ``grouped``:
-    whether it uses grouped-query attention instead of repeated keys and values."""
+    """Return a kernel that calls a ``varlen_attn`` with the options in ``known``.
+
+    grouped: Whether to use grouped-query attention instead of repeating keys and values.
+    """
 
     def run(
         query: Tensor,
@@ -148,7 +153,7 @@ def _adapt_kernel(function: Callable[..., Any], known: frozenset[str], grouped: 
 
 
 def record_windows(kernel: Kernel, windows: list[int | None]) -> Kernel:
-    """Return the kernel with a wrapper that appends the window of each call to ``windows``."""
+    """Return a kernel that calls ``kernel`` and appends the window of each call to ``windows``."""
 
     def run(*arguments: Any) -> Tensor:
         windows.append(arguments[-2])
@@ -168,8 +173,8 @@ def reference_attention(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """Compute attention one sequence after another in fp32: the reference ``Kernel``, for any
-    device."""
+    """Reference ``Kernel`` for any device: computes attention in fp32, one sequence after
+    another."""
     del longest_q, longest_k
     times = query.shape[1] // key.shape[1]
     outputs = []
@@ -188,12 +193,12 @@ def reference_attention(
 def find_kernel_fault(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int = 64
 ) -> str:
-    """Return an error text for a kernel that fails or is inaccurate, or "".
+    """Return an error text if a kernel fails or is inaccurate, otherwise "".
 
     Outputs and gradients are compared with the reference, on sequences with more keys than queries
-    and fewer key heads than query heads. Heads have the size of the model's, because kernels have
-    separate backward passes for wide heads, and not on every device. Lack of support for windows is
-    no error here: models with a window are tested themselves.
+    and fewer key heads than query heads. Heads have the model's size, because kernels have separate
+    backward passes for wide heads, and not on every device. Missing support for windows is not an
+    error here, because models with a window are tested separately.
     """
     for window in (None, 16):
         try:
@@ -219,7 +224,8 @@ def find_kernel_fault(
 def _run_trial(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, window: int | None, dim: int
 ) -> list[Tensor]:
-    """Return outputs and gradients of query, key and value, fp32, of fixed random inputs."""
+    """Return the output and the gradients of query, key and value, fp32, for fixed random
+    inputs."""
     generator = torch.Generator().manual_seed(0)
     queries = (5, 130, 1)
     keys = (9, 130, 70)
@@ -258,18 +264,19 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Layout of the n sequences of a packed row."""
+    """Layout of the n sequences in a packed row."""
 
     ends_q: Tensor
-    """0, then the end of the queries of each sequence, int32 (n + 1,)."""
+    """Cumulative ends of the sequences' queries, beginning with 0, int32 (n + 1,)."""
     ends_k: Tensor
-    """0, then the end of the keys of each sequence, int32 (n + 1,)."""
+    """Cumulative ends of the sequences' keys, beginning with 0, int32 (n + 1,)."""
     longest_q: int
     """Maximum number of queries of a sequence."""
     longest_k: int
     """Maximum number of keys of a sequence."""
     keys: Tensor | None
-    """Column of each key, int64 (all keys,); None if no sequence uses columns of another one."""
+    """Column of each key, int64 (number of keys,); None if no sequence uses another one's
+    columns."""
     kernel: Kernel
     """Kernel that computes the attention."""
 
@@ -288,7 +295,7 @@ class PackedLayout:
         Args:
             query: (columns, heads, dim).
             key, value: (columns, kv heads, dim).
-            window: Number of tokens that a token sees, including itself; None for all.
+            window: Number of tokens that a token attends to, including itself; None for all.
         """
         if self.keys is not None:
             key = _SelectRows.apply(key, self.keys)
@@ -307,8 +314,9 @@ class PackedLayout:
 
 
 class _SelectRows(torch.autograd.Function):
-    """Selection of rows of (rows, heads, dim), with repetition. Gradients are summed in fp32 and
-    rounded once: a sum in a narrow dtype would lose precision where many branches share a row."""
+    """Autograd function that selects rows of (rows, heads, dim), with repetition. Gradients are
+    summed in fp32 and rounded once, because a sum in a narrow dtype would lose precision where many
+    branches share a row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
@@ -328,7 +336,8 @@ class _SelectRows(torch.autograd.Function):
 def build_packed_layout(
     paths: Sequence[np.ndarray], shared: Sequence[int], kernel: Kernel
 ) -> PackedLayout:
-    """Return the layout of sequences (at least one). A sequence without own tokens has no queries.
+    """Return the layout of sequences (at least one). A sequence without its own tokens has no
+    queries.
 
     Args:
         paths: For each sequence, the columns of its tokens, int64.
@@ -367,7 +376,7 @@ def _cumulative_ends(sizes: Sequence[int]) -> Tensor:
 PACKED_ROWS = "packed_rows"
 """Name of the attention implementation."""
 LAYOUT = "packed_layout"
-"""Keyword argument of a forward pass with its ``PackedLayout``."""
+"""Keyword argument that passes the ``PackedLayout`` to a forward pass."""
 
 
 def packed_attention(
@@ -382,10 +391,11 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """Attend with ``query`` (1, heads, columns, dim) over ``key``/``value`` (1, kv heads, columns,
-    dim) within each sequence of the layout; return ((1, columns, heads, dim), None).
+    """Attention implementation ``packed_rows`` for transformers.
 
-    The mask is ignored. Raises ValueError for kinds of attention that a layout cannot describe.
+    Attends with ``query`` (1, heads, columns, dim) over ``key``/``value`` (1, kv heads, columns,
+    dim) within each sequence of the layout. Returns ((1, columns, heads, dim), None). The mask is
+    ignored. Raises ValueError for kinds of attention that a layout cannot describe.
     """
     if packed_layout is None:
         return sdpa_attention_forward(
@@ -412,8 +422,8 @@ AttentionMaskInterface.register(PACKED_ROWS, sdpa_mask)
 
 
 def can_pack(model: Any) -> bool:
-    """Return whether the attention implementation of the model is ``sdpa``, which ``packed_rows``
-    can replace, or is ``packed_rows`` already: models may share their configuration."""
+    """Return whether ``packed_rows`` can be the model's attention implementation: the current one
+    is ``sdpa``, or ``packed_rows`` already because models may share their configuration."""
     return getattr(model.get_decoder().config, "_attn_implementation", None) in (
         "sdpa",
         PACKED_ROWS,

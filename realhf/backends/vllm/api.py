@@ -16,21 +16,21 @@ from typing import Any
 import httpx
 
 _KEEP_ALIVE_S = 2.0
-"""Seconds that an idle connection is kept: less than the server keeps it (5 s), so that no request
-is sent on a connection that is being closed."""
+"""Seconds that an idle connection is kept. This is less than the server's own limit (5 s), so that
+no request is sent on a connection that is being closed."""
 _NOT_FINITE = -9999.0
 """Value that vLLM reports for a log-probability that is -inf or NaN."""
 EXTENSION = "realhf.backends.vllm.extension.WeightExtension"
-"""Worker extension class of servers that are started by this package."""
+"""Worker extension class of the servers that this package starts."""
 _LOGPROBS_MODE = "processed_logprobs"
-"""Required option of the server: log-probabilities after the temperature, as a trainer computes
-them."""
+"""Required option of the server: log-probabilities are those after temperature scaling, as a
+trainer computes them."""
 _DEVELOPMENT = ("/pause", "/resume", "/collective_rpc", "/server_info")
 """Endpoints that exist only in development mode."""
 
 
 class VllmError(RuntimeError):
-    """A vLLM server does not respond, rejects a request, or lacks a required feature."""
+    """Error: a vLLM server does not respond, rejects a request, or lacks a required feature."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,19 @@ class ServedModel:
     extension: str | None
     """Worker extension class of the server, if any."""
     device: str
-    """cpu, cuda or another device type."""
+    """Device type, such as cpu or cuda."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Result of one request."""
+    """Result of one generation request."""
 
     token_ids: list[int]
     """Sampled tokens."""
     logprobs: list[float]
     """Log-probability of each sampled token."""
     versions: list[str]
-    """Label of the server's weights that sampled each token."""
+    """Version label of the server's weights that sampled each token."""
     finish_reason: str
     """stop, length or abort."""
     prompt_tokens: int
@@ -137,7 +137,8 @@ class VllmApi:
         )
 
     def _expand_versions(self, spans: list[dict[str, Any]] | None, count: int) -> list[str]:
-        """Return the label of the weights for each of ``count`` tokens, from spans of tokens."""
+        """Return the label of the weights for each of ``count`` tokens. ``spans`` gives it for runs
+        of tokens."""
         versions = [
             span["version"] for span in spans or [] for _ in range(span["start"], span["end"])
         ]
@@ -148,13 +149,13 @@ class VllmApi:
         return versions
 
     async def abort(self, request_id: str) -> None:
-        """End a request, which then returns the tokens sampled so far. Does nothing if there is no
-        such request."""
+        """End a request, which then returns the tokens sampled so far. Does nothing if the request
+        does not exist."""
         names = [f"generate-tokens-{request_id}"]
         await self._call("POST", "/inference/v1/abort_requests", json={"request_ids": names})
 
     async def pause(self, *, clear_cache: bool, timeout_s: float) -> None:
-        """Pause sampling, and wait until it has paused; running requests stay. ``clear_cache``
+        """Pause sampling, and wait until it has paused. Running requests stay; ``clear_cache``
         drops their keys and values."""
         query = {"mode": "keep", "clear_cache": str(clear_cache).lower()}
         await self._call("POST", "/pause", params=query, timeout_s=timeout_s)
@@ -164,14 +165,14 @@ class VllmApi:
         await self._call("POST", "/resume")
 
     async def set_version(self, version: str) -> None:
-        """Set the label of the current weights, which is reported for the tokens sampled from now
-        on."""
+        """Set the version label of the current weights, which the server reports for tokens sampled
+        from now on."""
         await self._call("POST", "/update_weight_version", json={"new_version": version})
 
     async def on_workers(
         self, method: str, arguments: Mapping[str, Any], timeout_s: float
     ) -> list[Any]:
-        """Call a method of every worker of the server; return their results."""
+        """Call a method on every worker of the server; return their results."""
         body = {"method": method, "kwargs": dict(arguments)}
         return (await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s)).get(
             "results", []
@@ -180,7 +181,7 @@ class VllmApi:
     async def _call(
         self, verb: str, path: str, *, timeout_s: float | None = None, **fields: Any
     ) -> dict[str, Any]:
-        """Send a request and return the JSON of the response."""
+        """Send a request and return the JSON body of the response."""
         limit = self._timeout_s if timeout_s is None else timeout_s
         try:
             answer = await self._http.request(verb, path, timeout=limit, **fields)
@@ -196,7 +197,7 @@ class VllmApi:
 
 
 def position_seed(seed: int, position: int) -> int:
-    """Return the seed of a request that continues at ``position`` of a sequence. vLLM restarts its
-    random numbers for each request, and a turn must not repeat those of the turn before."""
+    """Return the seed for a request that continues at ``position`` of a sequence. vLLM restarts its
+    random numbers in each request, and a turn must not repeat those of the previous turn."""
     digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

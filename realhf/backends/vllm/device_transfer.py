@@ -37,14 +37,14 @@ _CLASSES: dict[str, Any] = {
 
 
 def to_json(handle: Sequence[Any]) -> list[Any]:
-    """Return the JSON form of a handle: the arguments from which ``torch.multiprocessing`` rebuilds
-    a CUDA tensor. Raises TypeError for a part of another kind."""
+    """Return a handle (the arguments from which ``torch.multiprocessing`` rebuilds a CUDA tensor)
+    as JSON values. Raises TypeError for a part of an unexpected type."""
     return [_encode_part(part) for part in handle]
 
 
 def from_json(parts: Any) -> tuple[Any, ...]:
-    """Return the handle that ``to_json`` encoded. Raises ValueError for anything else: the input is
-    untrusted."""
+    """Return the handle that ``to_json`` encoded. Raises ValueError for anything else, because the
+    input is untrusted."""
     if not isinstance(parts, list) or len(parts) > MAX_PARTS:
         raise ValueError("a handle of device memory is a list of at most 32 parts")
     return tuple(_decode_part(part) for part in parts)
@@ -94,14 +94,14 @@ def _decode_part(part: Any) -> Any:
 
 
 BUFFER_BYTES = 256 << 20
-"""Size of the buffer on each GPU in bytes; a larger tensor gets a buffer of its size."""
+"""Size in bytes of the buffer on each GPU; a larger tensor gets a buffer of its size."""
 NO_COMMON_GPU = (
     "it computes on a GPU that this process does not see, or was started without "
     "--weight-transfer-config for ipc"
 )
-"""Reason for a transfer through host memory, in warnings."""
+"""Reason given in warnings for a transfer through host memory."""
 WorkerCall = tuple[str, dict[str, Any]]
-"""Method of the server's workers, and its arguments."""
+"""Name of a method of the server's workers, and its arguments."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ class ServerGpu:
 
 
 def find_common_gpus(answers: Sequence[Any]) -> list[ServerGpu]:
-    """Return the server's GPUs; empty if this process does not see all of them, or a worker lacks
-    the transfer.
+    """Return the server's GPUs; empty if this process does not see all of them, or a worker does
+    not support the transfer.
 
     ``answers`` are the results of ``WeightExtension.place`` on the workers.
     """
@@ -136,8 +136,9 @@ def find_common_gpus(answers: Sequence[Any]) -> list[ServerGpu]:
 
 
 def split_chunks(tensors: Mapping[str, Tensor], max_bytes: int = BUFFER_BYTES) -> list[list[str]]:
-    """Return the names of tensors in chunks of at most ``max_bytes`` bytes, or with a single larger
-    tensor. Wide dtypes come first, so that each tensor starts at a multiple of its element size."""
+    """Split tensors into chunks of at most ``max_bytes`` bytes; return the names in each chunk. A
+    larger tensor is a chunk by itself. Wide dtypes come first, so that each tensor starts at a
+    multiple of its element size."""
     named_chunks: list[list[str]] = []
     room_bytes = 0
     for name in sorted(tensors, key=lambda name: -tensors[name].element_size()):
@@ -151,7 +152,7 @@ def split_chunks(tensors: Mapping[str, Tensor], max_bytes: int = BUFFER_BYTES) -
 
 
 def describe_chunk(names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the metadata of a chunk that the server needs in addition to the handles."""
+    """Return the metadata of a chunk that the server needs besides the handles."""
     return {
         "names": list(names),
         "dtype_names": [str(tensors[name].dtype).removeprefix("torch.") for name in names],
@@ -178,8 +179,8 @@ def transfer_calls(
     max_bytes: int = BUFFER_BYTES,
     export: Callable[[Tensor], Sequence[Any]] | None = None,
 ) -> Iterator[Iterator[WorkerCall]]:
-    """Yield the calls to the server's workers that transfer ``tensors``. Each call must have been
-    answered before the next one is taken.
+    """Context manager that yields an iterator over the calls to the server's workers that transfer
+    ``tensors``. Each call must have been answered before the next one is taken.
 
     The buffers are allocated before the first call, so that a shortage of memory is found while the
     server still has its old weights. They are freed at the end of the block, also after an error.

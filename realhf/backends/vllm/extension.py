@@ -18,17 +18,17 @@ from realhf.backends.vllm.device_transfer import from_json
 from realhf.base.tensor_digest import TensorDigester
 
 Digests = dict[str, list[str]]
-"""Name in the checkpoint -> dtype and digest."""
+"""Dtype and digest of each tensor, keyed by its name in the checkpoint."""
 
 
 class WeightExtension:
-    """Methods that can be called by ``/collective_rpc``. They return errors in maps, because the
-    texts of exceptions get lost on the way."""
+    """Methods for ``/collective_rpc``. They return errors as dicts, because the server does not
+    pass on the texts of exceptions."""
 
     realhf_arrived: Digests
     """Digests of the layers whose weights have arrived in the current transfer."""
     realhf_open: contextlib.ExitStack | None
-    """Open context managers of the current transfer; None without one."""
+    """Open context managers of the current transfer; None outside a transfer."""
 
     def take_weights(self, path: str, version: str) -> dict[str, Any]:
         """Replace the model's weights by those of a safetensors file, with names and shapes as in
@@ -69,8 +69,8 @@ class WeightExtension:
         return {"uuid": uuid, "transfer": engine.config.backend == "ipc"}
 
     def begin_transfer(self) -> dict[str, Any]:
-        """Start to receive weights by vLLM's transfer, in chunks (``take_chunk``,
-        ``end_transfer``). All three methods return results like ``take_weights``."""
+        """Start to receive weights by vLLM's transfer. ``take_chunk`` and ``end_transfer`` follow.
+        All three methods return results like ``take_weights``."""
 
         def begin() -> None:
             self._leave_transfer()
@@ -123,7 +123,8 @@ class WeightExtension:
         return {**self._run_and_report(end), "version": int(version)}
 
     def _run_and_report(self, run: Callable[[], None]) -> dict[str, Any]:
-        """Call ``run`` and return its result as a map. An error ends the transfer."""
+        """Call ``run`` and return a result like that of ``take_weights``. An error ends the
+        transfer."""
         try:
             run()
         except Exception as error:
@@ -133,15 +134,14 @@ class WeightExtension:
         return {"ok": True}
 
     def _leave_transfer(self) -> None:
-        """Stop collecting digests of weights that arrive, also of a transfer that was
-        aborted."""
+        """Stop collecting digests of arriving weights, also after an aborted transfer."""
         open_contexts = getattr(self, "realhf_open", None)
         self.realhf_open = None
         if open_contexts is not None:
             open_contexts.close()
 
     def _close_received_memory(self) -> None:
-        """Close the device memory of an aborted transfer; the trainer cannot free it before."""
+        """Close the device memory of an aborted transfer; the trainer cannot free it until then."""
         engine = getattr(self, "weight_transfer_engine", None)
         if engine is not None and engine.config.backend == "ipc":
             with contextlib.suppress(Exception):  # the first error has been reported already

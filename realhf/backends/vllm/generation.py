@@ -131,9 +131,9 @@ _T = TypeVar("_T")
 _CALL_TIMEOUT_S = 30.0
 """Timeout of calls other than generation and weight updates, seconds."""
 _ABORT_EVERY_S = 0.2
-"""Time between two attempts to abort a request, seconds."""
+"""Seconds between two attempts to abort a request."""
 _ABORT_TIMEOUT_S = 10.0
-"""Time after which attempts to abort a request end, seconds."""
+"""Seconds after which no further attempt to abort a request is made."""
 
 
 @dataclass
@@ -157,13 +157,13 @@ class _VllmRequest:
 
 
 class VllmGenerator:
-    """``StreamingGenerator`` of a vLLM server.
+    """``StreamingGenerator`` that samples on a vLLM server.
 
     With ``kv_policy`` "recompute" every weight update clears the server's cache. A request with a
-    seed gets the same tokens from the same server for the same prefix, but other tokens than from
-    the embedded engine. ``top_p``, ``top_k`` and ``min_new_tokens`` are applied by the server,
-    whose log-probabilities are then those of the truncated distribution. A server without our
-    extension loads weights from a temporary folder.
+    seed gets the same tokens from the same server for the same prefix, but different tokens from
+    the embedded engine. The server applies ``top_p``, ``top_k`` and ``min_new_tokens``; its
+    log-probabilities are then those of the truncated distribution. A server without our extension
+    loads weights from a temporary folder.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class VllmGenerator:
         """Do nothing: the server evicts cached sequences itself."""
 
     def pause(self, timeout_s: float) -> None:
-        """See ``StreamingGenerator``. A server that does not pause in time is ordered to resume."""
+        """See ``StreamingGenerator``. A server that does not pause in time is told to resume."""
         with self._update_lock:
             try:
                 self._call(self._api.pause(clear_cache=False, timeout_s=timeout_s), timeout_s)
@@ -264,7 +264,7 @@ class VllmGenerator:
     ) -> None:
         """See ``StreamingGenerator``. Raises VllmError if the server could not load the weights.
 
-        If it may then have a mixture of old and new weights, all later requests fail.
+        If the server may then have a mixture of old and new weights, all later requests fail.
         """
         with self._update_lock:
             if version == self._version and not again:
@@ -282,8 +282,8 @@ class VllmGenerator:
     def weight_digests(self, names: Sequence[str]) -> dict[str, HeldTensor]:
         """See ``StreamingGenerator``. Raises VllmError or TimeoutError.
 
-        Empty without our extension, and for a server with several workers, each of which has a
-        part.
+        Returns {} for a server without our extension, and for one with several workers, each of
+        which has a part of the weights.
         """
         if self._model.extension != EXTENSION:
             return {}
@@ -350,8 +350,8 @@ class VllmGenerator:
             self._commit(version, iter([("reload_weights", {"weights_path": folder})]))
 
     def _find_common_gpus(self) -> list[ServerGpu]:
-        """Return the GPUs of a server that can receive weights by CUDA IPC from this process; []
-        for other servers."""
+        """Return the server's GPUs if it can receive weights from this process by CUDA IPC,
+        otherwise []."""
         if self._model.extension != EXTENSION or self._model.device != "cuda":
             return []
         gpus = find_common_gpus(
@@ -400,8 +400,8 @@ class VllmGenerator:
             self._fail(VllmError(f"{self._api.url} does not go on after an update: {error}"))
 
     async def _call_workers(self, calls: Iterator[WorkerCall]) -> list[Any]:
-        """Call the workers step by step; return the results of the last step, or of the first that
-        a worker rejected."""
+        """Make the calls to the workers one by one. Return the results of the last call, or of the
+        first one that a worker rejected."""
         answers: list[Any] = []
         try:
             while (step := await asyncio.to_thread(next, calls, None)) is not None:
@@ -416,7 +416,7 @@ class VllmGenerator:
     # ---- requests, on the generator's thread
 
     def _register(self, entry: _VllmRequest) -> None:
-        """Register a request; it starts at once, or with the first weights."""
+        """Register a request. It starts at once, or when the first weights arrive."""
         slot = entry.request.slot
         if self._failure is not None or self._closed:
             self._call_done(
@@ -535,7 +535,7 @@ class VllmGenerator:
             await asyncio.wait([entry.task], timeout=_ABORT_EVERY_S)
 
     def _finish(self, entry: _VllmRequest, outcome: GenOutput | Exception) -> None:
-        """Remove a finished request and report its result."""
+        """Remove a finished request and report its result or error."""
         if self._requests.get(entry.request.slot) is entry:
             del self._requests[entry.request.slot]
         if (
@@ -566,7 +566,7 @@ class VllmGenerator:
     # ---- the generator's thread
 
     async def _connect(self, version: int) -> ServedModel:
-        """Check the server and make it ready; return its model."""
+        """Check the server and prepare it; return its model."""
         model = await self._api.model()
         # An earlier client may have paused the server and then been killed.
         await self._api.resume()

@@ -23,11 +23,11 @@ from types import FrameType
 from realhf.base.process import share_niceness
 
 _PR_SET_PDEATHSIG = 1
-"""Option of prctl: the signal that a process gets when its parent dies."""
+"""prctl option that sets the signal a process gets when its parent dies."""
 _GRACE_S = 6.0
-"""Seconds that processes have to end after a signal."""
+"""Seconds that processes get to end after a signal."""
 _POLL_S = 0.1
-"""Seconds between checks whether processes are left."""
+"""Seconds between checks whether any processes are left."""
 
 
 def main() -> None:
@@ -77,7 +77,7 @@ def _end_command(child: subprocess.Popen[bytes], reporter: threading.Thread) -> 
 
 def _end_session(group: int) -> None:
     """End the remaining processes of a session. Python's resource trackers ignore SIGTERM until
-    they have unlinked shared memory, so they get some time before SIGKILL."""
+    they have unlinked shared memory, so processes get some time before SIGKILL."""
     deadline = time.monotonic() + _GRACE_S / 2
     left = _signal_group(group, signal.SIGTERM)
     while left and time.monotonic() < deadline:

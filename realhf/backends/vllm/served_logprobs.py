@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens under the model of an HTTP server: a teacher behind a URL.
+"""Log-probabilities of tokens under a model behind an HTTP server, used as a teacher.
 
 Requests are ``/v1/completions`` of the OpenAI API, with the token ids of a whole sequence as the
 prompt. The server returns the log-probabilities of the prompt either as vLLM does
@@ -21,21 +21,22 @@ from realhf.api.sample import SequenceSample
 from realhf.base import event_loops
 
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds before each retry of a request that failed because of the network, or of an error or
-overload of the server."""
+"""Seconds to wait before each retry of a request that failed because of the network, a server error
+or overload."""
 _BUSY = 429
 """HTTP status of an overloaded server."""
 _SPACES = str.maketrans("\u0120\u2581", "  ")
-"""Map of the characters that stand for a space in tokens of servers that do not decode them."""
+"""Translation table for characters that represent a space in tokens of servers that do not decode
+them."""
 
 
 class ServedLogprobInterface:
     """Interface that computes ``teacher_logprobs`` fp32 (L-1) from ``packed_input_ids`` and
-    ``loss_mask``: of every trainable token, at temperature 1, under the model behind ``url``; 0
-    elsewhere.
+    ``loss_mask``: the log-probability of every trainable token, at temperature 1, under the model
+    behind ``url``; 0 elsewhere.
 
-    Of the model that the interface is called with, only the tokenizer is used. It must be that of
-    the server, which is checked with the first results.
+    Only the tokenizer of the interface's model is used. It must be the same as the server's, which
+    is checked with the first results.
 
     Args:
         url: Address of the server, without /v1.
@@ -63,8 +64,8 @@ class ServedLogprobInterface:
     def inference(
         self, model: Model, sample: SequenceSample, context: CallContext
     ) -> tuple[SequenceSample, dict[str, float]]:
-        """Return the sample of ``teacher_logprobs``, and the statistic ``n_tokens``, the number of
-        tokens sent.
+        """Return the sample with ``teacher_logprobs``, and the statistic ``n_tokens``, the number
+        of tokens sent.
 
         Raises RuntimeError naming the server if it does not return log-probabilities, TimeoutError,
         and ValueError for a different tokenizer.
@@ -138,7 +139,7 @@ class ServedLogprobInterface:
     async def _request_one(
         self, http: httpx.AsyncClient, ids: Sequence[int], tokenizer: Any
     ) -> list[float]:
-        """Return the log-probability of every token except the first."""
+        """Return the log-probability of every token of a sequence except the first."""
         body = {"model": self._name, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0}
         body |= {"prompt_logprobs": 0, "echo": True, "logprobs": 1}
         answer = await self._request_json(http, "POST", "/v1/completions", json=body)
@@ -163,8 +164,8 @@ class ServedLogprobInterface:
         self, ids: Sequence[int], texts: Sequence[str | None], tokenizer: Any
     ) -> None:
         """Raise ValueError if the server's text of a token differs from that of the actor's
-        tokenizer. Only tokens that are words in both are compared, because many servers write parts
-        of characters and special tokens differently."""
+        tokenizer. Only tokens that are words in both texts are compared, because many servers write
+        partial characters and special tokens differently."""
         for number, raw_text in zip(ids, texts, strict=True):
             own_text = tokenizer.decode([number], clean_up_tokenization_spaces=False).strip()
             server_text = (raw_text or "").translate(_SPACES).strip()
@@ -203,8 +204,8 @@ class ServedLogprobInterface:
 
 
 def _parse_rows(rows: Sequence[Any], ids: Sequence[int]) -> tuple[list[str | None], list[float]]:
-    """Return texts and log-probabilities from ``prompt_logprobs``: a map from ids to their entries
-    for each token of the prompt, except the first."""
+    """Return the texts and log-probabilities in ``prompt_logprobs``, which has, for each prompt
+    token except the first, a dict from token ids to their entries."""
     if len(rows) != len(ids):
         raise ValueError(f"{len(rows)} rows")
     entries = [row[str(number)] for row, number in zip(rows[1:], ids[1:], strict=True)]
@@ -214,8 +215,8 @@ def _parse_rows(rows: Sequence[Any], ids: Sequence[int]) -> tuple[list[str | Non
 
 
 def _parse_echo(logprobs: Any, count: int) -> tuple[list[str | None], list[float]]:
-    """Return texts and log-probabilities of an echoed prompt of ``count`` tokens, which a sampled
-    token may follow."""
+    """Return the texts and log-probabilities of an echoed prompt of ``count`` tokens, which may be
+    followed by a sampled token."""
     texts = logprobs["tokens"]
     values = logprobs["token_logprobs"]
     if len(values) < count or len(texts) != len(values):

@@ -25,15 +25,15 @@ _POLL_S = 0.25
 _STOP_TIMEOUT_S = 20.0
 """Seconds that the server has to stop before it is killed."""
 _OOM_PATTERN = re.compile(r"gpu.memory.utilization|out of memory|cache blocks", re.IGNORECASE)
-"""Pattern of vLLM's last output if it found too little memory. Some of these messages name an
-option of vLLM, so the option of this package is added."""
+"""Pattern of vLLM's last output after it ran out of memory. Some of these messages name an option
+of vLLM, so the error also names this package's option."""
 _LOG_END_CHARS = 3000
 """Number of characters at the end of the log that are reported if the server fails."""
 
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """Options of a server."""
+    """Options of a vLLM server."""
 
     dtype: str = "float32"
     """float32, bfloat16 or auto."""
@@ -54,10 +54,10 @@ class VllmOptions:
 
 
 class VllmServer:
-    """``vllm serve`` on the loopback of this host; use it as a context manager.
+    """``vllm serve`` on this host's loopback interface; use it as a context manager.
 
-    The server ends with the process that started it, even if that is killed. ``url`` is its
-    address; ``log`` collects its output.
+    The server ends with the process that started it, even if that process is killed. ``url`` is its
+    address; its output goes to the file ``log``.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class VllmServer:
             )
 
     def wait_until_up(self, timeout_s: float = 180.0) -> None:
-        """Wait until the server has sampled a first token. If it does not, stop it, and raise
+        """Wait until the server has sampled a first token. If it fails to, stop it, and raise
         TimeoutError or RuntimeError with the end of its log."""
         deadline = process_clock.now() + timeout_s
         body = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "detokenize": False}}
@@ -205,8 +205,9 @@ def _build_command(executable: str, model: str, port: int, options: VllmOptions)
 
 
 def _make_import_folder(folder: Path) -> Path:
-    """Return a folder with only this package, for the server's import path. The server's
-    environment has its own packages, and other packages next to this one must not replace them."""
+    """Return a folder that contains only this package, for the server's import path. The server's
+    environment has its own packages, which must not be replaced by those installed next to this
+    one."""
     folder.mkdir(exist_ok=True)
     link = folder / PACKAGE.name
     if not link.is_symlink():
