@@ -1,4 +1,4 @@
-"""Selection of the best evaluated policy of a run (``exp_ctrl.keep_best``), and the record of its
+"""Selection of a run's best evaluated policy (``exp_ctrl.keep_best``), and the record of its
 metrics."""
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from realhf.api.evaluation import Report
 from realhf.base.files import recover_folder, write_whole
 
 BEST_POLICY = "best_policy"
-"""Folder of the run with the best policy in Hugging Face format."""
+"""Folder, within the run folder, with the best policy in Hugging Face format."""
 CANDIDATE = f".{BEST_POLICY}.candidate"
-"""Folder with a policy whose evaluation has not finished."""
+"""Folder, within the run folder, with a policy whose evaluation has not finished."""
 BEST_POLICY_FILE = f"{BEST_POLICY}.json"
-"""File of the run with the metrics of the best policy, as ``best_policy_metrics`` returns them."""
+"""File, within the run folder, with the best policy's metrics as returned by
+``best_policy_metrics``."""
 HELD_OUT_FILE = "held_out.json"
-"""File with the same metrics in the folder of the policy."""
+"""File with the same metrics, within the policy's own folder."""
 _DECODINGS = ("sampled", "greedy")
-"""Ways of decoding by precedence: the first one with valid episodes decides."""
+"""Decoding modes in order of preference: the first one with valid episodes decides."""
 
 
 def best_policy_metrics(step: int, report: Report) -> dict[str, Any] | None:
-    """Return the metrics of an evaluation after ``step`` steps by which policies are compared.
+    """Return the metrics of an evaluation after ``step`` steps, by which policies are compared.
 
-    They are {step, version, decoding, success, low, high, episodes, report}: the overall success of
-    sampled episodes, or of greedy ones if none were sampled, with its 95 % confidence interval.
-    None if no episode was valid.
+    The keys are step, version, decoding, success, low, high, episodes and report. ``success`` is
+    the overall success rate of sampled episodes, or of greedy ones if none were sampled; ``low``
+    and ``high`` are its 95 % confidence interval. Returns None if no episode was valid.
     """
     for decoding in _DECODINGS:
         overall = report.get(decoding, {}).get("overall", {})
@@ -49,7 +50,7 @@ def best_policy_metrics(step: int, report: Report) -> dict[str, Any] | None:
 
 def _read(file: Path) -> dict[str, Any] | None:
     """Return the metrics in a file; None if it does not exist. Raises OSError, ValueError, KeyError
-    and TypeError."""
+    or TypeError."""
     try:
         metrics = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -60,19 +61,20 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 class BestPolicy:
-    """The best policy in the run folder and its metrics, across resumptions."""
+    """The best policy in the run folder and its metrics. Both survive resumptions of the run."""
 
     def __init__(self, run_dir: Path) -> None:
         """Read the metrics of the kept policy, if there is one.
 
-        The file in the policy's folder takes precedence over the one in the run folder: a killed
-        run may have replaced only the former. Raises RuntimeError for a file that cannot be read,
-        since a policy that may be better would be replaced, and for a missing policy.
+        The file in the policy's folder takes precedence over the one in the run folder, because a
+        killed run may have replaced only the former. Raises RuntimeError for a file that cannot be
+        read, since a policy that may be better would then be replaced, and if the policy itself is
+        missing.
         """
         self.folder = run_dir / BEST_POLICY
         self.candidate = run_dir / CANDIDATE
         self.metrics: dict[str, Any] | None = None
-        """Metrics of the policy that is kept; None while there is none."""
+        """Metrics of the kept policy; None if there is none yet."""
         self._file = run_dir / BEST_POLICY_FILE
         ways_out = "to have the best policy chosen from now on, or set exp_ctrl.keep_best=false"
         try:
@@ -94,15 +96,16 @@ class BestPolicy:
             self.metrics = _read(self.folder / HELD_OUT_FILE) or self.metrics
 
     def is_beaten_by(self, metrics: dict[str, Any]) -> bool:
-        """Return whether a policy with these metrics is better than the kept one; of equals the
-        first is kept."""
+        """Return whether a policy with these metrics is better than the kept one. Of equally good
+        policies the first is kept."""
         return self.metrics is None or metrics["success"] > self.metrics["success"]
 
     def discard_candidate(self) -> None:
-        """Remove the candidate, if the run folder on this machine has one, after its evaluation."""
+        """Remove the candidate's folder after its evaluation, if the run folder on this machine has
+        one."""
         shutil.rmtree(self.candidate, ignore_errors=True)
 
     def record(self, metrics: dict[str, Any]) -> None:
-        """Write the metrics of the policy that is now in ``folder``. Raises OSError."""
+        """Write the metrics of the policy that now is the best one. Raises OSError."""
         write_whole(self._file, json.dumps(metrics, indent=1), synced=True)
         self.metrics = metrics

@@ -1,14 +1,14 @@
-"""AsyncIOSequenceBuffer: which samples are ready for which model function call.
+"""AsyncIOSequenceBuffer, which tracks which samples are ready for which model function call.
 
 The buffer holds metadata only and runs in one event loop. Every change of state is synchronous;
 only waiting is asynchronous, so there are no locks on the state and a cancelled waiter leaves
 nothing half done.
 
 Vocabulary: a *lease* is one call's claim on a batch; a *step batch* is the set of samples of one
-step; *birth* is the order of admission. Samples pass through in three operations: ``put_batch``
-admits them, ``get_batch_for_rpc`` leases them to a call, and ``amend_batch`` adds the outputs of
-the call. Handling k samples costs O(k), plus sorting the queue of a call if samples become ready
-out of order.
+step; a sample's *birth* is its number in the order of admission. Samples pass through in three
+operations: ``put_batch`` admits them, ``get_batch_for_rpc`` leases them to a call, and
+``amend_batch`` adds the outputs of the call. Handling k samples costs O(k), plus sorting the queue
+of a call if samples become ready out of order.
 
 ``put_batch``
   produces: resident samples;
@@ -17,7 +17,8 @@ out of order.
 ``get_batch_for_rpc``
   produces: a lease;
   waits for: enough samples with all input keys of the call;
-  unblocked by: ``put_batch``, ``amend_batch`` and ``release``; ``close_input`` (the rest, or EndOfData) and ``abort``.
+  unblocked by: ``put_batch``, ``amend_batch`` and ``release``; ``close_input`` (returns the
+      remaining samples, or raises EndOfData) and ``abort``.
 """
 
 from __future__ import annotations
@@ -39,57 +40,59 @@ if TYPE_CHECKING:  # Model workers import this module and make no graph.
     from realhf.api.graph import DataFlowGraph
 
 REMEMBERED = 1 << 18
-"""Number of ids of departed samples that are remembered, to refuse duplicates.
+"""Number of most recently departed samples whose ids are remembered, to refuse duplicates.
 
 A sample that is sent again after an interruption is at most a few steps old, and the journal
-refuses it before. This bound also covers a source that repeats itself, up to the usual size of a
+refuses it before. This number also covers a source that repeats itself, up to the usual size of a
 dataset.
 """
 
 
 class BatchTooLarge(ValueError):
-    """A batch is larger than the buffer."""
+    """Error: a batch is larger than the buffer."""
 
 
 class DuplicateSampleError(ValueError):
-    """A sample was put twice."""
+    """Error: a sample was put twice."""
 
 
 class BufferClosed(RuntimeError):
-    """A batch was put after ``close_input``."""
+    """Error: a batch was put after ``close_input``."""
 
 
 class EndOfData(Exception):
-    """The input is closed and no samples are left for this call."""
+    """Error: the input is closed and no samples are left for this call."""
 
 
 @dataclass(eq=False, slots=True)
 class BufferedSample:
-    """One resident sample."""
+    """One sample in the buffer."""
 
     id: str
     """Id of the sample."""
     birth: int
-    """Number of its admission, counted from 0."""
+    """Number of the sample in the order of admission, from 0."""
     step_batch: int
     """Step that the sample belongs to."""
     put_at: float
-    """Time of its admission, by ``time.monotonic``."""
+    """Time of its admission on ``time.monotonic``."""
     calls_left: int
-    """Number of calls that have not completed it."""
+    """Number of calls that have not completed the sample yet."""
     bits: int = 0
-    """Keys that it has, one bit for each key."""
+    """Set of the keys that the sample has, as a bit mask."""
     keys: dict[str, tuple[SequenceSample, int]] = field(default_factory=dict)
-    """For each key the batch that it came in and its row there, so that lengths need no copy."""
+    """For each key, the batch in which its value arrived and the sample's row there, so that
+    lengths need no copy."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Metadata fields of the sample."""
     state: dict[str, Literal["ready", "leased", "done"]] = field(default_factory=dict)
-    """State for each call whose input keys are all present."""
+    """State of the sample for each call whose input keys are all present."""
 
 
 @dataclass(eq=False)
 class BatchLease:
-    """One call's claim on a batch, in the order of births, with the metadata as of the lease."""
+    """One call's claim on a batch. Samples are in the order of admission, with the metadata they
+    had when the lease was made."""
 
     mfc: str
     """Name of the call."""
@@ -104,7 +107,7 @@ class BatchLease:
         self.replace_samples(self.samples)
 
     def replace_samples(self, samples: list[BufferedSample]) -> None:
-        """Change the leased samples and refresh the metadata."""
+        """Replace the leased samples and refresh the metadata."""
         self.samples = samples
         self.metadata = {}
         for name in samples[0].metadata:
@@ -115,12 +118,12 @@ class BatchLease:
 
     @cached_property
     def ids(self) -> tuple[str, ...]:
-        """The ids of the samples."""
+        """Ids of the samples."""
         return tuple(sample.id for sample in self.samples)
 
     @cached_property
     def meta(self) -> SequenceSample:
-        """The samples with their input keys, without data.
+        """Metadata-only sample batch of the leased samples with the call's input keys.
 
         Raises ValueError when a key has several dtypes or trailing shapes among these samples.
         """
@@ -148,25 +151,25 @@ class BatchLease:
 
 @dataclass(eq=False)
 class CallState:
-    """The buffer's state for one model function call."""
+    """Buffer state of one model function call."""
 
     name: str
     """Name of the call."""
     n_seqs: int
-    """Samples of one batch of the call."""
+    """Number of samples in a batch of the call."""
     inputs: tuple[str, ...]
     """Input keys of the call."""
     bits: int
-    """The input keys, one bit for each key, as in ``Sample.bits``."""
+    """Set of the input keys, as a bit mask like ``BufferedSample.bits``."""
     queues: defaultdict[int, deque[BufferedSample]] = field(
         default_factory=lambda: defaultdict(deque)
     )
-    """Samples that are ready for the call, in the order of births, by step batch."""
+    """Samples that are ready for the call, in the order of admission, by step batch."""
     not_issued: Counter[int] = field(default_factory=Counter)
-    """Number of samples that the call has neither leased nor completed, ready or not, by step
-    batch."""
+    """Number of samples per step batch that the call has neither leased nor completed, whether
+    ready or not."""
     waiters: deque[tuple[int, asyncio.Future[BatchLease]]] = field(default_factory=deque)
-    """Callers that wait for a lease, with their step batch."""
+    """Futures of the callers that wait for a lease, with the step batch that each wants."""
     leased: int = 0
     """Number of leased samples."""
 
@@ -174,9 +177,9 @@ class CallState:
 class AsyncIOSequenceBuffer:
     """Buffer of sample metadata between the calls of the graph.
 
-    ``max_size`` bounds the resident samples. ``on_retire`` is called with each set of samples that
-    every call has completed. The attributes are for reports; change the state through the methods
-    only. The default step batch is 0.
+    ``max_size`` limits the number of samples in the buffer. ``on_retire`` is called with each set
+    of samples that every call has completed. The attributes are for reports; change the state only
+    through the methods. The default step batch is 0.
     """
 
     def __init__(
@@ -193,7 +196,7 @@ class AsyncIOSequenceBuffer:
         self._on_retire = on_retire
         self.samples: dict[str, BufferedSample] = {}
         self._bits: dict[str, int] = {}
-        """One bit for each key, assigned when the key is first seen."""
+        """Bit of each key in the bit masks, assigned when the key is first seen."""
         inputs = {mfc.name: tuple(graph.inputs(mfc.name)) for mfc in graph.mfcs}
         self.calls = {
             mfc.name: CallState(
@@ -207,13 +210,13 @@ class AsyncIOSequenceBuffer:
         self.put_total = 0
         self.evicted_total = 0
         self.released: Counter[str] = Counter()
-        """Samples of released leases by reason."""
+        """Number of samples in released leases, by reason."""
         self._put_lock = asyncio.Lock()
         """Makes puts wait in order."""
         self._putters = 0
         self._space_freed = asyncio.Event()
         self._departed: OrderedDict[str, None] = OrderedDict()
-        """Ids of the last samples that left, oldest first."""
+        """Ids of the samples that left last, oldest first."""
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -226,9 +229,9 @@ class AsyncIOSequenceBuffer:
     async def put_batch(self, meta: SequenceSample, *, step_batch: int = 0) -> None:
         """Admit all samples of a batch together; waits for capacity, in the order of the puts.
 
-        Raises BatchTooLarge at once for a batch that never fits, DuplicateSampleError, BufferClosed
-        after ``close_input``, and ValueError on data or missing keys. A put that is cancelled while
-        it waits changes nothing.
+        Raises BatchTooLarge at once for a batch that can never fit, DuplicateSampleError,
+        BufferClosed after ``close_input``, and ValueError if the batch contains data or lacks keys.
+        A put that is cancelled while it waits changes nothing.
         """
         self._check_put(meta)
         self._putters += 1
@@ -276,8 +279,8 @@ class AsyncIOSequenceBuffer:
     def _add_keys(
         self, samples: Sequence[BufferedSample], meta: SequenceSample, readers: Iterable[str]
     ) -> None:
-        """Add the keys and metadata of ``meta`` to the samples, row by row, and serve the calls
-        ``readers`` with those that have become ready."""
+        """Add the keys and metadata of ``meta`` to the samples, row by row. For the calls
+        ``readers``, queue the samples that have become ready and serve waiting callers."""
         keys = meta.keys
         bits = self._key_bits(keys)
         columns = meta.metadata.items()
@@ -297,13 +300,13 @@ class AsyncIOSequenceBuffer:
             self._serve(call)
 
     def _key_bits(self, keys: Iterable[str]) -> int:
-        """Return a number with one bit for each key."""
+        """Return the bit mask of a set of keys."""
         return sum(self._bits.setdefault(key, 1 << len(self._bits)) for key in keys)
 
     @staticmethod
     def _make_ready(call: CallState, samples: Sequence[BufferedSample]) -> None:
-        """Queue samples of one step batch, in the order of births, for a call. Sorts the queue only
-        if needed."""
+        """Queue samples of one step batch for a call, keeping the order of admission. Sorts the
+        queue only if needed."""
         if not samples:
             return
         for sample in samples:
@@ -319,8 +322,7 @@ class AsyncIOSequenceBuffer:
     # ---- getting
 
     async def get_batch_for_rpc(self, mfc: str, step_batch: int = 0) -> BatchLease:
-        """Wait for a batch of ``n_seqs`` samples of the step batch that are ready for ``mfc`` and
-        lease it.
+        """Wait for ``n_seqs`` samples of the step batch that are ready for ``mfc``, and lease them.
 
         The oldest ready samples are taken, and callers for one call are served in order. Raises
         EndOfData when the input is closed and no samples are left, or the exception passed to
@@ -343,8 +345,8 @@ class AsyncIOSequenceBuffer:
 
     @asynccontextmanager
     async def lease(self, mfc: str, step_batch: int = 0) -> AsyncIterator[BatchLease]:
-        """Lease a batch for a ``with`` block; it is released if the block does not call
-        ``amend_batch``."""
+        """Async context manager that leases a batch. The batch is released if the block does not
+        call ``amend_batch``."""
         lease = await self.get_batch_for_rpc(mfc, step_batch)
         try:
             yield lease
@@ -353,10 +355,10 @@ class AsyncIOSequenceBuffer:
                 self.release(lease, "not completed")
 
     def _serve(self, call: CallState) -> None:
-        """Lease full batches to the waiters of one call, in order.
+        """Lease full batches to the callers that wait for one call, in order.
 
         Once the input is closed, also lease a last smaller batch when all its samples are ready,
-        and end the waiters of a step batch without samples.
+        and raise EndOfData in the waiters of a step batch without samples.
         """
         waiting = [waiter for waiter in call.waiters if not waiter[1].done()]
         call.waiters.clear()
@@ -384,8 +386,8 @@ class AsyncIOSequenceBuffer:
     def exchange(
         self, lease: BatchLease, replaced: Sequence[str], meta: SequenceSample
     ) -> list[BufferedSample]:
-        """Replace samples of a lease: those named ``replaced`` leave the buffer and are returned,
-        those of ``meta`` are admitted and leased after the remaining ones.
+        """Replace samples of a lease. The samples named ``replaced`` leave the buffer and are
+        returned; those of ``meta`` are admitted and leased after the remaining ones.
 
         Raises DuplicateSampleError, and ValueError if another call may have started on a replaced
         sample, the new samples lack an input of the call, or the numbers differ; then nothing has
@@ -424,11 +426,11 @@ class AsyncIOSequenceBuffer:
     # ---- answering
 
     def amend_batch(self, lease: BatchLease, outputs: SequenceSample | None = None) -> None:
-        """Complete a lease: add the outputs of its call to the samples and lease them to the calls
-        that can now run.
+        """Complete a lease: add the outputs of its call to the samples, which makes them ready for
+        the calls that can now run.
 
         Samples that every call has completed leave the buffer. Raises DuplicateKeyError, or
-        ValueError on outputs about other samples and on a lease that is not active; then nothing
+        ValueError if the outputs belong to other samples or the lease is not active; then nothing
         has changed.
         """
         call = self._find_call(lease)
@@ -460,8 +462,8 @@ class AsyncIOSequenceBuffer:
             raise DuplicateKeyError(f"samples already have keys {sorted(present)}")
 
     def release(self, lease: BatchLease, reason: str) -> None:
-        """Make the samples of a lease ready again, at their old place, after the call failed or was
-        cancelled."""
+        """Make the samples of a lease ready again, at their previous place in the queue, after the
+        call failed or was cancelled."""
         call = self._find_call(lease)
         self.leases.remove(lease)
         call.leased -= len(lease.samples)
@@ -471,7 +473,7 @@ class AsyncIOSequenceBuffer:
         self._serve(call)
 
     def _find_call(self, lease: BatchLease) -> CallState:
-        """Return the state of the call of a lease. Raises ValueError if the lease is not active."""
+        """Return the state of a lease's call. Raises ValueError if the lease is not active."""
         if lease not in self.leases:
             raise ValueError(f"the lease of {lease.mfc} is not active (completed or released)")
         return self.calls[lease.mfc]
@@ -494,8 +496,8 @@ class AsyncIOSequenceBuffer:
     # ---- ending
 
     def close_input(self, reason: str) -> None:
-        """Declare that no more samples will be put: callers drain the rest, then get EndOfData with
-        this reason.
+        """Declare that no more samples will be put. Callers get the remaining samples, then
+        EndOfData with this reason.
 
         Raises ValueError while a put waits for capacity.
         """
@@ -518,8 +520,8 @@ class AsyncIOSequenceBuffer:
     # ---- reports
 
     def stats(self) -> dict[str, Any]:
-        """Return the number of resident samples, the numbers ready, leased and waiting for each
-        call, the age of the oldest sample in seconds, and totals."""
+        """Return the number of samples in the buffer; for each call, the numbers of ready, leased
+        and waiting ones; the age of the oldest sample in seconds; and totals."""
         now = time.monotonic()
         return {
             "resident": len(self),
@@ -543,7 +545,7 @@ class AsyncIOSequenceBuffer:
 
     def explain_wait(self, mfc: str, step_batch: int = 0) -> str:
         """Return why ``mfc`` does not run: the keys that samples lack, and the calls that produce
-        them."""
+        these keys."""
         call = self.calls[mfc]
         of_step = [s for s in self.samples.values() if s.step_batch == step_batch]
         not_taken = [s for s in of_step if s.state.get(mfc) not in ("leased", "done")]

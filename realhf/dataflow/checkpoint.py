@@ -32,30 +32,30 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MANIFEST = "MANIFEST.json"
-"""File of a checkpoint with the sizes and hashes of all others."""
+"""File, within a checkpoint, with the sizes and hashes of all other files."""
 STATE = "state.json"
-"""File of a checkpoint with the master's state."""
+"""File, within a checkpoint, with the master's state."""
 LATEST = "LATEST"
 """File with the name of the newest checkpoint."""
 FOLDER = "checkpoints"
-"""Folder of the checkpoints in a run folder."""
+"""Folder, within a run folder, that contains the checkpoints."""
 RECORD = "checkpoints.json"
-"""File of a run folder that names the newest checkpoint, so that deleted checkpoints are
-noticed."""
+"""File, within a run folder, that names the newest checkpoint, so that the loss of deleted
+checkpoints is noticed."""
 SUMMARY = "summary.json"
-"""File of a run folder that only a finished run has; the last step of such a run has a
+"""File, within a run folder, that only a finished run has; the last step of such a run has a
 checkpoint."""
 START_OVER = "start over with recover_mode=disabled, which deletes the files of the run"
-"""Advice at the end of the errors."""
+"""Advice appended to the error messages."""
 
 _NAME = re.compile(r"ckpt-(\d+)(?:-(\d+))?")
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
-"""Errors that mean that a file does not exist. Any other one (EMFILE, EIO, EACCES, ...) may be
-temporary and says nothing about the file."""
+"""Error numbers that mean that a file does not exist. Any other error (EMFILE, EIO, EACCES, ...)
+may be temporary and tells nothing about the file."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; earlier checkpoints are unchanged."""
+    """Error: a checkpoint could not be written or read. Earlier checkpoints are unchanged."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ class Checkpoint:
     step: int
     """Number of completed steps."""
     folder: Path
-    """Its folder."""
+    """Folder of the checkpoint."""
     state: dict[str, Any]
     """The master's state."""
     warnings: tuple[str, ...] = ()
-    """Warnings for the user, such as why it is not the newest one that was written."""
+    """Warnings for the user, for example why this is not the newest checkpoint that was written."""
 
 
 class CheckpointStore:
-    """The checkpoints below ``folder``, of which the newest ``keep`` are retained.
+    """Store of the checkpoints below ``folder``, which keeps the newest ``keep``.
 
-    ``record`` is a file that is written with each checkpoint. It and the files ``evidence`` exist
-    only if there was a checkpoint.
+    ``record`` is a file that is written with each checkpoint. If ``record`` or one of the files
+    ``evidence`` exists, a checkpoint must have been written.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class CheckpointStore:
 
     def begin(self, step: int) -> Path:
         """Create an empty temporary folder for the checkpoint of ``step``, which other processes
-        may fill, and return it. Raises the error that ``abandon`` returns."""
+        may fill, and return it. Errors are raised as by ``abandon``."""
         draft = self.folder / f"{_name(step)}.tmp"
         try:
             self.discard(draft)
@@ -117,8 +117,8 @@ class CheckpointStore:
         """Make the filled folder the latest checkpoint and return its final path.
 
         ``saved`` are the files in it that their writers have synced and hashed; all others are
-        synced and hashed here. Raises the error that ``abandon`` returns, also for a file that is
-        missing or does not have its reported size.
+        synced and hashed here. Errors are raised as by ``abandon``, also for a file that is missing
+        or does not have its reported size.
         """
         try:
             write_whole(draft / STATE, json.dumps(state), synced=True)
@@ -165,16 +165,16 @@ class CheckpointStore:
         )
 
     def discard(self, draft: Path) -> None:
-        """Remove a temporary folder."""
+        """Remove the temporary folder of a checkpoint."""
         shutil.rmtree(draft, ignore_errors=True)
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest checkpoint that is intact, after verifying every byte; None if there
-        never was one.
+        """Return the newest intact checkpoint, after verifying every byte; None if no checkpoint
+        was ever written.
 
-        Its warnings name the damaged ones that were passed over. Raises CheckpointError if there
-        are checkpoints and all are damaged, and if a file cannot be read at the moment. Changes
-        nothing.
+        The result's warnings name the damaged checkpoints that were skipped. Raises CheckpointError
+        if all checkpoints are damaged, or if a file cannot be read at the moment. Changes nothing
+        on disk.
         """
         defects: list[str] = []
         for path in self._candidates():
@@ -191,10 +191,10 @@ class CheckpointStore:
         return None
 
     def newest(self) -> tuple[int, dict[str, Any]] | None:
-        """Return the step and the state of the newest checkpoint that looks intact; None if there
-        never was one.
+        """Return the step and the state of the newest checkpoint that appears intact; None if no
+        checkpoint was ever written.
 
-        Large files are checked by size only. Raises CheckpointError as ``latest`` does.
+        Large files are checked only by size. Raises CheckpointError as ``latest`` does.
         """
         defects: list[str] = []
         for path in self._candidates():
@@ -206,8 +206,8 @@ class CheckpointStore:
         return None
 
     def _check_never_any(self, defects: Sequence[str]) -> None:
-        """Raise CheckpointError unless there never was a checkpoint. ``defects``: the damaged
-        ones."""
+        """Raise CheckpointError unless no checkpoint was ever written. ``defects`` describes the
+        damaged ones."""
         if defects:
             raise CheckpointError(
                 f"{self.folder} holds checkpoints and none can be used: {'; '.join(defects)}. "
@@ -223,11 +223,10 @@ class CheckpointStore:
             )
 
     def _read(self, read: Callable[[Path], T], path: Path) -> T:
-        """Return ``read(path)``.
+        """Return ``read(path)``, converting an OSError to a CheckpointError.
 
-        Raises CheckpointError for an OSError, which is no damage: the disk does not answer, or the
-        process lacks permission or file descriptors. Falling back to an older checkpoint would
-        throw away good steps.
+        An OSError does not mean damage: the disk does not answer, or the process lacks permission
+        or file descriptors. Falling back to an older checkpoint would throw away good steps.
         """
         try:
             return read(path)
@@ -258,7 +257,7 @@ class CheckpointStore:
             )
 
     def _read_latest(self) -> str:
-        """Return the name in LATEST, or a phrase that says why there is none."""
+        """Return the checkpoint name in LATEST, or a phrase that explains why there is none."""
         try:
             text = (self.folder / LATEST).read_bytes()
         except OSError as error:
@@ -266,7 +265,7 @@ class CheckpointStore:
         return ascii(text[:40].decode("utf-8", "replace").strip()).strip("'") or "it is empty"
 
     def _candidates(self) -> list[Path]:
-        """Return the paths with the name of a checkpoint, newest first."""
+        """Return the paths that have the name of a checkpoint, newest first."""
         paths = [
             self.folder / name
             for name in self._read(_list_names, self.folder)
@@ -292,16 +291,18 @@ class CheckpointStore:
         write_whole(self.folder / LATEST, final.name, synced=True)
 
     def _unused_path(self, step: int) -> Path:
-        """Return an unused path for a step. If the step was run before, it has a suffix: nothing
-        valid is ever moved or overwritten."""
+        """Return an unused path for the checkpoint of a step. If there is one from an earlier
+        attempt at the step, the path gets a suffix, so that nothing valid is ever moved or
+        overwritten."""
         attempt = 0
         while os.path.lexists(final := self.folder / _name(step, attempt)):
             attempt += 1
         return final
 
     def _prune(self, newest: Path) -> None:
-        """Delete the checkpoints older than the last ``keep``, and those newer than the one just
-        written, which belong to a history that was resumed from an earlier step."""
+        """Delete the checkpoints older than the last ``keep``. Also delete those newer than the one
+        just written, because they belong to a history from before the run was resumed at an earlier
+        step."""
         older = sorted(
             (f for f in self._folders() if _order(f) < _order(newest)), key=_order, reverse=True
         )
@@ -317,7 +318,7 @@ def _name(step: int, attempt: int = 0) -> str:
 
 
 def _order(folder: Path) -> tuple[int, int]:
-    """Return (step, attempt) of a checkpoint's folder, by which checkpoints are ordered."""
+    """Return (step, attempt) of a checkpoint's folder, the sort key of checkpoints."""
     match = _NAME.fullmatch(folder.name)
     return (int(match[1]), int(match[2] or 0)) if match else (-1, 0)
 
@@ -329,14 +330,14 @@ def _files(folder: Path) -> list[Path]:
 
 
 def sync_and_hash(path: Path) -> SavedFile:
-    """Sync a file that was just written, and return its size in bytes and its hash."""
+    """Sync a newly written file to disk, and return its size in bytes and its hash."""
     sync(path)
     return SavedFile(str(path), path.stat().st_size, _sha256(path))
 
 
 def _check_saved(folder: Path, saved: Iterable[SavedFile]) -> dict[Path, SavedFile]:
-    """Return the files that writers reported, by path. Raises OSError for one that is missing or
-    has another size."""
+    """Return the files that writers reported, by path. Raises OSError for a file that is missing or
+    has a different size."""
     known = {}
     for file in saved:
         path = Path(file.path)
@@ -365,8 +366,8 @@ def _build_manifest(folder: Path, step: int, known: Mapping[Path, SavedFile]) ->
 
 
 def _list_names(folder: Path) -> list[str]:
-    """Return the names in a folder; [] if it does not exist. Raises OSError, also for a dangling
-    link, which may point to a disk that is not mounted."""
+    """Return the names in a folder; [] if the folder does not exist. Raises OSError, also for a
+    dangling link, which may point to a disk that is not mounted."""
     try:
         return os.listdir(folder)
     except FileNotFoundError:
@@ -376,9 +377,9 @@ def _list_names(folder: Path) -> list[str]:
 
 
 def _read_manifest(folder: Path) -> dict[str, tuple[int, str]]:
-    """Return size and hash of every file of a checkpoint according to its manifest.
+    """Return the size and hash of every file according to a checkpoint's manifest.
 
-    Raises OSError, ValueError, KeyError and TypeError.
+    Raises OSError, ValueError, KeyError or TypeError.
     """
     manifest = json.loads((folder / MANIFEST).read_bytes().decode())
     files = {
@@ -392,22 +393,22 @@ def _read_manifest(folder: Path) -> dict[str, tuple[int, str]]:
 
 def _find_defect(folder: Path) -> str | None:
     """Return why a checkpoint cannot be used; None if it is intact. Raises OSError if it cannot be
-    read now."""
+    read at the moment."""
     return _compare(folder, lambda name: True)
 
 
 def _find_rough_defect(folder: Path) -> str | None:
-    """Return why a checkpoint is unusable, judged without reading its large files; None if no
-    defect was found."""
+    """Return why a checkpoint cannot be used, without reading its large files; None if no defect
+    was found."""
     return _compare(folder, lambda name: name == STATE)
 
 
 def _compare(folder: Path, is_hashed: Callable[[str], bool]) -> str | None:
-    """Compare a checkpoint with its manifest, by hash for the files that ``is_hashed`` selects and
-    by size for others.
+    """Compare a checkpoint with its manifest: by hash for the files that ``is_hashed`` selects, and
+    by size for the others.
 
-    Returns the first difference; None if there is none. Raises OSError if that cannot be determined
-    now.
+    Returns the first difference; None if there is none. Raises OSError if a file cannot be read at
+    the moment.
     """
     if not folder.is_dir():
         return "it is no folder" if folder.exists() else "it is a link to nowhere"

@@ -1,6 +1,6 @@
-"""FunctionExecutor: runs the dataflow graph step by step (docs/reference/dataflow.md 5).
+"""FunctionExecutor, which runs the dataflow graph step by step (docs/reference/dataflow.md 5).
 
-Runs in the master's event loop.
+It runs in the master's event loop.
 
 ``execute_step``
   produces: a trained step and its ``StepReport``;
@@ -45,21 +45,21 @@ _log = logging.getLogger(__name__)
 
 
 class StallError(RuntimeError):
-    """No call has made progress or run for ``stall_fail_s``; the message says what each call waits
-    for."""
+    """Error: for ``stall_fail_s`` no call has made progress and none was running. The message
+    explains what each call waits for."""
 
 
 class FunctionExecutor:
     """Executor of the dataflow graph; owns the buffer, the storage map, the calls and the loader.
 
-    ``workers`` maps a model role to the names of its workers, ``parallel`` to how these train
-    together; ``numbers`` counts their group calls. ``make_loader`` and ``results`` are those of a
-    ``StepSource``. ``endpoints`` (kind -> addresses) is passed to every call. Timeouts are in
+    ``workers`` maps a model role to the names of its workers, ``parallel`` to how these workers
+    train together; ``numbers`` numbers their group calls. ``make_loader`` and ``results`` are those
+    of a ``StepSource``. ``endpoints`` (kind -> addresses) is passed to every call. Timeouts are in
     seconds; ``stall_fail_s=0`` disables the stall limit.
 
-    Loading goes on for the whole run, one step at a time: the samples of step k + 1 are drawn after
-    the results of step k were recorded, so that a curriculum always sees the same results in the
-    same order.
+    Loading continues for the whole run, one step at a time: the samples of step k + 1 are drawn
+    after the results of step k were recorded, so that a curriculum always sees the same results in
+    the same order.
 
     Use it as ``async with``, or call ``start`` and ``close``.
     """
@@ -115,7 +115,7 @@ class FunctionExecutor:
         self._retired: dict[int, list[tuple[int, SampleResult]]] = {}
         self._dropped: dict[int, list[tuple[int, SampleResult]]] = {}
         self._to_clear: list[str] = []
-        """Samples that left the buffer and whose tensors the workers still store."""
+        """Ids of samples that have left the buffer while the workers still store their tensors."""
         self._peak_resident = 0
         """Largest number of samples in the buffer during the step."""
         self._progressed_at = process_clock.now()
@@ -134,12 +134,12 @@ class FunctionExecutor:
         await self.close()
 
     def start(self) -> None:
-        """Start to load, from step ``next_step``."""
+        """Start loading samples, from step ``next_step`` on."""
         self._loading = asyncio.create_task(self.load_data(), name="load_data")
 
     async def load_data(self) -> None:
-        """Load step after step, for the whole run. An error fails everything that waits for the
-        buffer."""
+        """Load one step after another, for the whole run. An error is raised in everything that
+        waits for the buffer."""
         try:
             await self.loader.run(self.next_step)
         except Exception as error:
@@ -147,7 +147,7 @@ class FunctionExecutor:
             raise
 
     async def close(self) -> None:
-        """Stop loading and have the workers free the remaining tensors. Never raises."""
+        """Stop loading, and have the workers free the remaining tensors. Never raises."""
         if self._loading is not None:
             self._loading.cancel()
             await asyncio.gather(self._loading, return_exceptions=True)
@@ -163,8 +163,8 @@ class FunctionExecutor:
         """Run every call of the graph on the samples of one step, as concurrently as the graph
         allows.
 
-        A training call starts when all other calls of its role have finished the step, so that
-        these see one version of the weights. Raises EndOfData when the source has no samples for
+        A training call starts when all other calls of its role have finished the step, so that they
+        all see the same version of the weights. Raises EndOfData when the source has no samples for
         this step, MFCFailed (the other calls are cancelled), StallError, or the error of the
         source.
         """
@@ -223,8 +223,8 @@ class FunctionExecutor:
         self._peak_resident = max(self._peak_resident, len(self.buffer))
 
     async def _run_all(self, tasks: Sequence[asyncio.Task[Any]], step: int) -> None:
-        """Wait for all tasks of a step. Cancels them and raises at the first failure or at a
-        stall."""
+        """Wait for all tasks of a step. At the first failure or a stall, cancel them and raise the
+        error."""
         watcher = asyncio.create_task(self._watch_for_stall(step), name=f"watch@{step}")
         calls = asyncio.create_task(_raise_first_failure(tasks), name=f"step@{step}")
         all_tasks = [*tasks, watcher, calls]
@@ -237,10 +237,11 @@ class FunctionExecutor:
             await asyncio.gather(*all_tasks, return_exceptions=True)
 
     async def _watch_for_stall(self, step: int) -> None:
-        """Log a stall after ``stall_warn_s`` and raise StallError after ``stall_fail_s`` (0:
-        never).
+        """Log a warning after ``stall_warn_s`` without progress, and raise StallError after
+        ``stall_fail_s`` (0: never).
 
-        A running call is no stall, however long it takes: it has a deadline of its own.
+        A running call does not count as a stall, however long it takes, because it has its own
+        deadline.
         """
         warned_at = 0.0
         busy_at = 0.0
@@ -261,8 +262,8 @@ class FunctionExecutor:
         return self.loader.busy or any(call.activity != WAITS for call in self.calls.values())
 
     def explain(self, step: int, idle_s: float) -> str:
-        """Return a report of a stall: what each call waits for, one line per call, and the calls to
-        look at first."""
+        """Return a report on a stall: one line per call that explains what it waits for, and the
+        calls to look at first."""
         lines = [f"nothing moved for {idle_s:.0f} s at step {step}:"]
         activity = self.activity()
         for name, state in activity.items():
@@ -279,14 +280,15 @@ class FunctionExecutor:
         return "\n".join(lines)
 
     def activity(self) -> dict[str, str]:
-        """Return the state of every call, for displays: it waits, runs on a worker, or is done."""
+        """Return a description of every call's state, for displays: whether it waits, runs on a
+        worker, or is done."""
         done = {name for name, task in self._tasks.items() if task.done()}
         return {
             name: "done" if name in done else call.activity for name, call in self.calls.items()
         }
 
     def has_begun_training(self, step: int) -> bool:
-        """Return whether a training call of ``step`` was sent, so that the weights may have
+        """Return whether a training call of ``step`` has been sent, so that the weights may have
         changed."""
         train_calls = (
             mfc.name for mfc in self.graph.mfcs if mfc.interface_type is InterfaceType.TRAIN_STEP
@@ -294,10 +296,11 @@ class FunctionExecutor:
         return any(self.calls[name].last_step_started == step for name in train_calls)
 
     async def settle(self) -> None:
-        """Start no further call of the step and wait until the running calls have ended.
+        """Prevent further calls of the step from starting, and wait until the running calls have
+        ended.
 
-        Must be called before ``execute_step`` is cancelled: a group call must not be cut off on
-        some of its workers.
+        Must be called before ``execute_step`` is cancelled, because a group call must not be
+        interrupted on only some of its workers.
         """
         self._settling = True
         for name, task in self._tasks.items():
@@ -318,9 +321,10 @@ class FunctionExecutor:
         self._to_clear += [result.id for _, result in results]
 
     def _record(self, step: int) -> list[SampleResult]:
-        """Pass the results of all samples drawn for the step to the sink, in the order of drawing.
+        """Pass the results of all samples drawn for the step to the result sink, in the order of
+        drawing.
 
-        Returns the results of the samples that the step trained, in the same order.
+        Returns the results of the samples that were trained in the step, in the same order.
         """
         retired = sorted(self._retired.pop(step, ()), key=lambda item: item[0])
         if retired:
@@ -350,13 +354,13 @@ class FunctionExecutor:
     def state_dict(self) -> dict[str, Any]:
         """Return the master's state that determines the next steps, as JSON types.
 
-        Must be called between steps, or in a step whose training has not begun: that step is then
+        Must be called between steps, or in a step whose training has not begun. That step is then
         repeated from its beginning.
         """
         return {"next_step": self.next_step, **self.loader.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` returned; to be called before ``start``."""
+        """Restore what ``state_dict`` returned. Must be called before ``start``."""
         self.next_step = int(state["next_step"])
         self.loader.load_state_dict(state)
 

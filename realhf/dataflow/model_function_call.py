@@ -1,8 +1,8 @@
-"""Execution of one node of the graph: lease a batch, split it over the role's workers, gather their
-answers.
+"""Execution of one node of the graph: lease a batch, split it over the role's workers, and gather
+their answers.
 
-A group call, which the workers compute together (``is_group_call``), sends the whole batch to each
-of them.
+For a group call, which the workers compute together (``is_group_call``), the whole batch is sent to
+each of them.
 
 Only ids, lengths and statistics pass through the master; the workers fetch tensors from one
 another.
@@ -49,9 +49,9 @@ class CallReport:
     mfc: str
     """Name of the model function call."""
     ids: tuple[str, ...]
-    """Samples of the batch."""
+    """Ids of the samples in the batch."""
     stats: Mapping[str, Any]
-    """Statistics of the interface, merged over the workers."""
+    """Statistics from the interface, merged over the workers."""
     queue_s: float
     """Time that the call waited for its batch."""
     call_s: float
@@ -61,7 +61,7 @@ class CallReport:
     fetch_s: float
     """Longest fetch of inputs among the workers."""
     n_tokens: int
-    """Tokens of the batch."""
+    """Number of tokens in the batch."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class StepReport:
     calls: tuple[CallReport, ...]
     """Reports of all calls."""
     results: tuple[SampleResult, ...]
-    """Results of the trained samples, in the order of drawing."""
+    """Results of the samples trained in the step, in the order of drawing."""
     stats: Mapping[str, Mapping[str, Any]]
-    """Statistics of the interface, by model function call."""
+    """Statistics from the interface, by model function call."""
     times: Mapping[str, Mapping[str, float]]
     """Sums of ``queue_s``, ``call_s``, ``compute_s`` and ``fetch_s``, by model function call."""
     buffer: Mapping[str, Any]
@@ -87,7 +87,7 @@ class StepReport:
 
     @property
     def n_samples(self) -> int:
-        """Number of samples (groups) that the step trained."""
+        """Number of samples (groups) trained in the step."""
         return len(self.results)
 
 
@@ -120,15 +120,15 @@ def build_step_report(
 def merge_stats(
     parts: Sequence[Mapping[str, Any]], weights: Sequence[int], *, parallel: bool
 ) -> dict[str, Any]:
-    """Merge the statistics of several shards (``parallel``) or of consecutive calls. ``weights``:
-    samples of each.
+    """Merge the statistics of several shards (``parallel``) or of consecutive calls. ``weights``
+    are the numbers of samples.
 
-    The name decides how a statistic is merged:
+    The name of a statistic determines how it is merged:
 
     - ``..._seconds``, ``..._s``: durations; the maximum over shards, the sum over calls;
     - ``..._tokens``, ``...rollouts``, ``n_...``, ``failed/...``, ``retried/...``, ``skipped``:
       counts, summed;
-    - other numbers: means, weighted by samples or by the count that ``MEANS_OVER`` gives;
+    - other numbers: means, weighted by samples or by the count that ``MEANS_OVER`` names;
     - lists are concatenated; of any other type the first value is kept.
     """
     if len(parts) == 1:
@@ -168,11 +168,11 @@ def _merge(name: str, weighted_values: Sequence[tuple[Any, int]], parallel: bool
 
 
 WAITS = "waits"
-"""``ModelFunctionCall.activity`` while it runs on no worker."""
+"""``ModelFunctionCall.activity`` while the call is not running on any worker."""
 
 
 class MFCFailed(RuntimeError):
-    """A call failed; the message names the call, the step, the worker, the samples and the
+    """Error: a call failed. The message names the call, the step, the worker, the samples and the
     cause."""
 
     def __init__(
@@ -188,28 +188,28 @@ class MFCFailed(RuntimeError):
 
 
 class WrongReply(ValueError):
-    """A worker's answer is about other samples or keys than its request."""
+    """Error: a worker's answer has other samples or keys than requested."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a batch that one worker computes."""
+    """Part of a batch that one worker computes."""
 
     worker: str
     """Name of the worker."""
     meta: SequenceSample
-    """Metadata of the samples, in the order of the request."""
+    """Metadata of the shard's samples, in the order of the request."""
     fetches: tuple[Fetch, ...]
-    """Inputs that the worker fetches from others first."""
+    """Transfers by which the worker first fetches inputs from other workers."""
     cost: int
-    """Number of tokens."""
+    """Number of tokens in the shard."""
     group: GroupPart | None = None
     """Rank of the worker in a group call; None outside one."""
 
 
 @dataclass(frozen=True)
 class _RoundResult:
-    """The merged answers of the workers about some samples."""
+    """The workers' merged answers for some samples."""
 
     n_samples: int
     """Number of samples."""
@@ -222,7 +222,7 @@ class _RoundResult:
     fetch_s: float
     """Longest fetch of inputs among the workers, in seconds."""
     cost: int
-    """Number of tokens."""
+    """Number of tokens in the samples."""
 
 
 def _metadata_row(sample: SequenceSample, row: int) -> dict[str, Any]:
@@ -234,7 +234,7 @@ async def _no_more(step: int, n: int) -> SequenceSample | None:
 
 
 def call_seed(run_seed: int, mfc: str, step: int, call: int, shard: int) -> int:
-    """Return a 63-bit seed that is a function of the five arguments only."""
+    """Return a 63-bit seed that depends only on the five arguments."""
     text = f"{run_seed}/{mfc}/{step}/{call}/{shard}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
@@ -242,8 +242,8 @@ def call_seed(run_seed: int, mfc: str, step: int, call: int, shard: int) -> int:
 class ModelFunctionCall:
     """Runner of one ``MFCDef`` on ``workers``.
 
-    Training and evaluation run on a single worker, or on the number that ``parallel`` says
-    (ValueError otherwise). ``numbers`` counts the group calls of a run. With ``mfc.resample``,
+    Training and evaluation run on a single worker, or on the number of workers in ``parallel``
+    (ValueError otherwise). ``numbers`` numbers the group calls of a run. With ``mfc.resample``,
     ``load_more(step, n)`` returns further samples, and ``on_dropped(step, [(birth, result), ...])``
     is called with the samples that they replace.
     """
@@ -282,7 +282,7 @@ class ModelFunctionCall:
         self.inputs = graph.inputs(mfc.name)
         self.activity = WAITS
         self.last_step_started = -1
-        """The last step of which a batch was leased, whether the call succeeded or not."""
+        """The last step for which a batch was leased, whether or not the call succeeded."""
         self._buffer = buffer
         self._storage = storage
         self._caller = caller
@@ -293,8 +293,8 @@ class ModelFunctionCall:
     async def run(self, step: int, call: int) -> CallReport:
         """Run the call on one batch.
 
-        Raises EndOfData when the source is exhausted, and MFCFailed when a worker fails or answers
-        wrongly; the batch is then ready again.
+        Raises EndOfData when the source is exhausted, and MFCFailed when a worker fails or sends a
+        wrong answer; the batch is then ready again.
         """
         started_at = time.monotonic()
         try:
@@ -340,12 +340,12 @@ class ModelFunctionCall:
         step: int,
         call: int,
     ) -> tuple[SequenceSample, dict[str, float]]:
-        """Replace the groups without learning signal by further samples, as in the dynamic sampling
-        of DAPO (Yu et al. 2025).
+        """Replace groups without learning signal by further samples, as in the dynamic sampling of
+        DAPO (Yu et al. 2025).
 
-        Runs round after round until every group has a signal, ``mfc.resample`` times the batch was
-        dropped, or the source is exhausted. Appends to ``rounds``; returns the outputs in the order
-        of the lease, and statistics.
+        Runs further rounds until every group has a signal, ``mfc.resample`` times the batch has
+        been dropped, or the source is exhausted. Appends the rounds' results to ``rounds``; returns
+        the outputs in the order of the lease, and statistics.
         """
         started_at = time.monotonic()
         n_dropped = 0
@@ -396,7 +396,7 @@ class ModelFunctionCall:
     async def _run_round(
         self, ids: Sequence[str], meta: SequenceSample, step: int, call: int
     ) -> _RoundResult:
-        """Run samples on the workers and merge their answers. Raises MFCFailed."""
+        """Run some samples on the workers and merge their answers. Raises MFCFailed."""
         together = is_group_call(self.mfc, self._parallel)
         try:
             parts = [list(range(len(meta)))] * len(self._workers) if together else self._split(meta)
@@ -437,8 +437,8 @@ class ModelFunctionCall:
         )
 
     def _split(self, meta: SequenceSample) -> list[list[int]]:
-        """Return the positions in the batch for each worker; fewer parts than workers if there are
-        fewer samples."""
+        """Return the positions in the batch that each worker computes. If there are fewer samples
+        than workers, there are fewer parts."""
         count = min(len(self._workers), len(meta))
         if count == 1:
             return [list(range(len(meta)))]
@@ -456,7 +456,7 @@ class ModelFunctionCall:
 
     def _find_home(self, sample_id: str, count: int) -> int | None:
         """Return the index of the worker, among the first ``count``, that stores the most inputs of
-        a sample; None if none stores any."""
+        a sample; None if none of them stores any."""
         owners_by_key = [self._storage.owners(sample_id, key) for key in self.inputs]
         n_stored = [
             sum(worker in owners for owners in owners_by_key) for worker in self._workers[:count]
@@ -465,8 +465,8 @@ class ModelFunctionCall:
         return n_stored.index(most) if most else None
 
     async def _gather_weights(self, step: int, ids: Sequence[str]) -> None:
-        """Gather the full weights of a sharded model on every worker, so that each can generate for
-        its own samples."""
+        """Gather the full weights of a sharded model on every worker, so that each worker can
+        generate for its samples."""
         try:
             await gather_weights(
                 self._caller,
@@ -493,8 +493,7 @@ class ModelFunctionCall:
     def _build_shards(
         self, meta: SequenceSample, parts: Sequence[Sequence[int]], together: bool
     ) -> list[Shard]:
-        """Return the shard of each worker, with the fetches that bring its inputs there. Raises
-        DataLost."""
+        """Return the shard of each worker, including the fetches of its inputs. Raises DataLost."""
         roster = self._caller.roster
         metas = [meta.select_ids(part) for part in parts]
         placement = {worker: m.ids for worker, m in zip(self._workers, metas, strict=False)}
@@ -566,9 +565,9 @@ class ModelFunctionCall:
             raise MFCFailed(self.mfc.name, step, shard.worker, shard.meta.ids, error) from error
 
     def _parse_outputs(self, shard: Shard, answer: CallAnswer, step: int) -> SequenceSample | None:
-        """Return the metadata of an answer's outputs; None for a call without outputs.
+        """Return the metadata of the outputs in an answer; None for a call without outputs.
 
-        Raises MFCFailed unless they are about the shard's samples, in their order, with exactly the
+        Raises MFCFailed unless they are for the shard's samples, in their order, with exactly the
         declared keys.
         """
         meta = None if answer.meta is None else decode_sample(answer.meta)
@@ -588,7 +587,7 @@ class ModelFunctionCall:
 
 
 def check_keys(keys: frozenset[str], declared: Sequence[str]) -> None:
-    """Raise WrongReply, which names missing and extra keys, unless ``keys`` are the declared
+    """Raise WrongReply, naming missing and extra keys, unless ``keys`` are exactly the declared
     ones."""
     missing = sorted(set(declared) - keys)
     extra = sorted(keys - set(declared))

@@ -1,8 +1,8 @@
-"""Handlers of a model worker: model function calls, data, checkpoints and exports.
+"""Request handlers of a model worker: model function calls, data, checkpoints and exports.
 
-The host fetches the inputs of a call from the store or from peers, runs the interface and puts its
-outputs into the store. It knows models and interfaces by their contracts only and contains no
-algorithm. Every call seeds the random states of Python, NumPy and torch with the seed in its
+The host fetches the inputs of a call from the store or from other workers, runs the interface and
+puts its outputs into the store. It knows models and interfaces only by their contracts and contains
+no algorithm. Every call seeds the random states of Python, NumPy and torch with the seed in its
 request. So a result depends on the call and not on earlier ones, and recovery has no random state
 to restore.
 """
@@ -74,17 +74,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DIGESTS_FILE = "weight_digests.json"
-"""File of a checkpoint or export with the digests of its weights."""
+"""File, within a checkpoint or export, with the digests of its weights."""
 _log = logging.getLogger(__name__)
 
 
 def write_digests(
     folder: Path, engine: Engine, weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write ``weight_digests.json`` for ``weights`` (default: the engine's).
+    """Write the digests of ``weights`` (default: the engine's) to ``weight_digests.json``.
 
-    It holds the digest scheme, the policy version, the joint digest that ``weights.jsonl`` of the
-    run has, and the digest of each tensor by name.
+    The file has the digest scheme, the policy version, the joint digest that is also in the run's
+    ``weights.jsonl``, and the digest of each tensor by name.
     """
     tensors = digests(engine.weights() if weights is None else weights)
     content = {
@@ -97,7 +97,7 @@ def write_digests(
 
 
 def stored_weights(engine: Engine) -> dict[str, Tensor]:
-    """Return the tensors that a checkpoint of an engine restores bit-exactly.
+    """Return the tensors that an engine's checkpoint restores bit by bit.
 
     These are its weights, unless the weights are computed from other tensors (merged adapters).
     Raises HeldInParts as ``weights`` does.
@@ -106,8 +106,8 @@ def stored_weights(engine: Engine) -> dict[str, Tensor]:
 
 
 def check_digests(folder: Path, engine: Engine) -> None:
-    """Raise ValueError, which names the tensor, unless an engine holds the weights of the
-    checkpoint it has loaded.
+    """Raise ValueError, naming the tensor, unless an engine's weights equal those of the checkpoint
+    that it has loaded.
 
     Nothing is compared if the folder has no digests, if the engine holds only a part of the weights
     or, with a warning, if another version of the package used another digest scheme. (The files of
@@ -135,32 +135,32 @@ def check_digests(folder: Path, engine: Engine) -> None:
 
 
 Fetcher = Callable[[str, Sequence[str], Sequence[str], float], SequenceSample]
-"""(endpoint, ids, keys, timeout in seconds) -> values. ``DataPlane.fetch`` is one."""
+"""Function (endpoint, ids, keys, timeout in seconds) -> values, such as ``DataPlane.fetch``."""
 Handler = Callable[[Any], Any]
-"""Payload of a request -> payload of its answer."""
+"""Function from the payload of a request to the payload of its answer."""
 INTERFACE_STATE = "interfaces.json"
-"""File of a worker in a checkpoint with the states of its interfaces."""
+"""File, within a worker's part of a checkpoint, with the states of its interfaces."""
 
 
 class Dataset(Protocol):
-    """Rows stored on a worker. The source on the master chooses the rows, with the metadata field
-    ``row``."""
+    """Dataset whose rows are stored on a worker. The source on the master chooses rows by the
+    metadata field ``row``."""
 
     def load(self, ids: Sequence[str], rows: Sequence[int]) -> SequenceSample:
-        """Return one sample for each id, from the row at the same position."""
+        """Return one sample for each id, from the dataset row at the same position of ``rows``."""
         ...
 
 
 class ModelHost:
-    """The models of one worker by role, and the interfaces of the model function calls that it may
-    get.
+    """Models of one worker by role, and the interfaces of the model function calls that it may
+    receive.
 
-    The host owns the policy version: it alone sets ``Engine.version``, to the step's number before
-    every call and to the next number after a train call.
+    The host controls the policy version: only it sets ``Engine.version``, to the step's number
+    before every call and to the next number after a train call.
 
-    ``given_up()`` says whether the master has cancelled the running call
-    (``RpcWorker.is_running_call_cancelled``). ``addressed(url)`` adds the token of the run to the
-    URL of one of its HTTP servers. ``recorder`` records rollouts.
+    ``given_up()`` returns whether the master has cancelled the running call
+    (``RpcWorker.is_running_call_cancelled``). ``addressed(url)`` adds the run's token to the URL of
+    one of its HTTP servers. ``recorder`` records rollouts.
     """
 
     def __init__(
@@ -190,11 +190,11 @@ class ModelHost:
         self._addressed = addressed
         self._recorder = recorder
         self._lock = threading.Lock()
-        """Guards the next two fields, which ``clear`` uses from another thread."""
+        """Guards the next two fields, which ``clear`` accesses from another thread."""
         self._ids_of_call: frozenset[str] = frozenset()
-        """Samples of the running call."""
+        """Ids of the running call's samples."""
         self._cleared_during_call: set[str] = set()
-        """Those of them that were cleared since it began."""
+        """Those of the running call's samples that have been cleared since it began."""
         self._progress = EpisodeCount()
         # An evaluation with the arguments of a call shares its interface, including connections
         # that it keeps open.
@@ -204,7 +204,7 @@ class ModelHost:
         }
 
     def handlers(self) -> dict[str, Handler]:
-        """Return the handlers for the ordered lane, by name."""
+        """Return the handlers of the ordered lane, by name."""
         return dict(
             [
                 CALL.served_by(self.call),
@@ -221,7 +221,7 @@ class ModelHost:
         )
 
     def immediate_handlers(self) -> dict[str, Handler]:
-        """Return the handlers for the immediate lane, by name. These do not wait for a running
+        """Return the handlers of the immediate lane, by name. They do not wait for a running
         call."""
         return dict(
             [
@@ -272,7 +272,7 @@ class ModelHost:
 
     def _release_generation(self) -> None:
         """Have the engines of all roles on this worker release their generation memory, which the
-        call needs."""
+        call may need."""
         for model in self._models.values():
             release = getattr(model.engine, "release_generation", None)
             if release is not None:
@@ -281,8 +281,8 @@ class ModelHost:
     def _join_group(
         self, role: str, group: GroupPart | None
     ) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a group call with the other ranks of the role; an empty one outside
-        a group call.
+        """Return the context manager for a group call with the other ranks of the role; one that
+        does nothing if this is not a group call.
 
         Raises RuntimeError if the engine cannot compute on several workers.
         """
@@ -297,15 +297,15 @@ class ModelHost:
         return ranks
 
     def gather(self, request: GatherRequest) -> Nothing:
-        """Gather the full weights of a sharded role, together with the other ranks, until it trains
-        again."""
+        """Gather the full weights of a sharded role, together with the other ranks. They are kept
+        until the role trains again."""
         with self._join_group(request.role, request.group):
             here = request.everywhere or request.group.rank == 0
             self._get_model(request.role).engine.gather(here=here)  # pyright: ignore[reportAttributeAccessIssue]
         return Nothing()
 
     def abort(self, request: AbortRequest) -> Nothing:
-        """Abort the computations of this worker with other ranks. Thread-safe."""
+        """Abort this worker's computations with other ranks. Thread-safe."""
         for role in self._models:
             if getattr(self._models[role].engine, "ranks", None) is not None:
                 self._get_group(role).abort(request.reason)
@@ -316,7 +316,7 @@ class ModelHost:
     ) -> list[bytes]:
         """Check the outputs of a call, put them into the store and return their encoded metadata.
 
-        Raises WrongReply for other samples or keys than expected.
+        Raises WrongReply if they have unexpected samples or keys.
         """
         if mfc.output_key_remap:
             present = {old: new for old, new in mfc.output_key_remap.items() if old in outputs.keys}
@@ -333,18 +333,19 @@ class ModelHost:
         return [bytes(frame) for frame in encode_sample(outputs.meta())]
 
     def _load_inputs(self, mfc: MFCDef, request: CallRequest) -> SequenceSample:
-        """Return the call's inputs in the order of its ids, under the names that the interface
+        """Return the call's inputs in the order of its ids, with the key names that the interface
         uses.
 
-        Raises ValueError for a standard key with another dtype or shape than registered, which
-        would silently give wrong results.
+        Raises ValueError if a standard key has another dtype or shape than registered, which would
+        silently give wrong results.
         """
         sample = _remap_inputs(mfc, self._collect(request))
         check_standard_keys(sample)
         return sample
 
     def _collect(self, request: CallRequest) -> SequenceSample:
-        """Return the inputs from the store and, if ``request.fetches`` names any, from peers."""
+        """Return the inputs from the store and, if ``request.fetches`` has any, from other
+        workers."""
         ids = request.ids
         keys = request.keys
         if keys and not request.fetches:
@@ -361,8 +362,8 @@ class ModelHost:
     def _collect_column(
         self, key: str, ids: Sequence[str], fetched: Sequence[SequenceSample]
     ) -> SequenceSample:
-        """Return one key of all samples, in the order of ``ids``, from the fetched parts and the
-        store."""
+        """Return the values of one key for all samples, in the order of ``ids``, from the fetched
+        parts and the store."""
         parts = [part.select([key]) for part in fetched if key in part.keys]
         fetched_ids = {sample_id for part in parts for sample_id in part.ids}
         local_ids = [sample_id for sample_id in ids if sample_id not in fetched_ids]
@@ -391,8 +392,8 @@ class ModelHost:
         )
 
     def _choose_recorder(self, request: CallRequest | EvaluateRequest) -> RolloutRecorder:
-        """Return the recorder for rank 0, and for other ranks one that computes the same but writes
-        nothing."""
+        """Return the recorder for rank 0; for other ranks, return one that does the same
+        computations but writes nothing."""
         group = request.group if isinstance(request, CallRequest) else None
         return (
             self._recorder
@@ -408,7 +409,7 @@ class ModelHost:
         return self._models[role]
 
     def engine(self, role: str, version: int) -> Engine:
-        """Return the engine of a role. Raises RuntimeError unless its weights are of policy version
+        """Return the engine of a role. Raises RuntimeError unless its weights have policy version
         ``version``."""
         engine = self._get_model(role).engine
         if engine.version != version:
@@ -421,7 +422,7 @@ class ModelHost:
 
     def load(self, request: LoadRequest) -> LoadAnswer:
         """Store the integers that the source has drawn, as i64, and the dataset's values for the
-        rows that the metadata names."""
+        rows named in the metadata."""
         import torch
 
         with self._track_samples(request.ids):
@@ -442,7 +443,7 @@ class ModelHost:
             return LoadAnswer(meta)
 
     def clear(self, request: ClearRequest) -> Nothing:
-        """Free the tensors of samples, including those that the running call will store.
+        """Free the tensors of samples. Those that the running call will store are freed at its end.
         Thread-safe."""
         with self._lock:
             self._cleared_during_call |= self._ids_of_call.intersection(request.ids)
@@ -451,10 +452,10 @@ class ModelHost:
 
     @contextlib.contextmanager
     def _track_samples(self, ids: Sequence[str]) -> Iterator[None]:
-        """Return the context of a call on samples, which frees at its end those that were cleared
-        during the call.
+        """Context manager around a call on these samples. At its end it frees the samples that were
+        cleared during the call.
 
-        A cancelled call therefore leaves no tensors behind. Raises CallCancelled if it was
+        A cancelled call therefore leaves no tensors behind. Raises CallCancelled if the call was
         cancelled before it began.
         """
         with self._lock:
@@ -474,20 +475,20 @@ class ModelHost:
                 self._store.clear(cleared)
 
     def progress(self, request: Nothing) -> ProgressAnswer:
-        """Return the number of finished and of all episodes of the running call."""
+        """Return the number of finished episodes and of all episodes of the running call."""
         del request
         return ProgressAnswer(self._progress.over, self._progress.wanted)
 
     def describe_store(self, request: Nothing) -> HeldAnswer:
-        """Return the bytes and samples in the store, and the roles of this worker."""
+        """Return the number of bytes and samples in the store, and the roles of this worker."""
         del request
         return HeldAnswer(self._store.nbytes, len(self._store), sorted(self._models))
 
     # ---- outside the graph
 
     def evaluate(self, request: EvaluateRequest) -> EvaluateAnswer:
-        """Run an interface's ``evaluate``. The interface is built once for each name and
-        arguments."""
+        """Run an interface's ``evaluate``. The interface is built once for each combination of name
+        and arguments."""
         key = interface_key(request.interface, request.interface_args)
         if key not in self._evaluators:
             build = interface_registry.get(request.interface)
@@ -550,8 +551,8 @@ class ModelHost:
         return Nothing()
 
     def committed(self, request: Nothing) -> Nothing:
-        """Call ``committed`` of the interfaces that have it: the checkpoint of the last ``save`` is
-        complete."""
+        """Call ``committed`` of the interfaces that have it, because the checkpoint of the last
+        ``save`` is complete."""
         del request
         for _, interface in self._interfaces.values():
             on_committed = getattr(interface, "committed", None)
@@ -574,7 +575,7 @@ class ModelHost:
     def keep_export(self, request: KeepExportRequest) -> Nothing:
         """Move an exported policy to its final folder and add the metrics of its evaluation.
 
-        The previous policy stays there until the new one is complete. Raises OSError.
+        The previous policy remains in the folder until the new one is complete. Raises OSError.
         """
         exported = Path(request.folder)
         with whole_folder(Path(request.target)) as folder:
@@ -586,8 +587,8 @@ class ModelHost:
 
 
 def _write_group_digests(folder: Path, engine: Engine) -> list[Path]:
-    """Write the digests of an engine that trains with others and return [their file]; [] if it
-    holds only a part of the weights."""
+    """Write the digests of an engine that trains together with other workers. Returns the written
+    file as a list; [] if the engine holds only a part of the weights."""
     try:
         write_digests(folder, engine, stored_weights(engine))
     except HeldInParts:
@@ -602,14 +603,14 @@ def _span_name(mfc: MFCDef) -> str:
 
 
 def _remap_inputs(mfc: MFCDef, sample: SequenceSample) -> SequenceSample:
-    """Return the sample with its keys under the names that the interface uses."""
+    """Return the sample with its keys renamed to those that the interface uses."""
     return sample.remap_keys(
         {old: new for old, new in mfc.input_key_remap.items() if old in sample.keys}
     )
 
 
 def interface_key(name: str, args: Mapping[str, Any]) -> str:
-    """Return a string that identifies an interface with these arguments."""
+    """Return a string that identifies an interface name together with its arguments."""
     return json.dumps([name, dict(args)], sort_keys=True)
 
 
@@ -625,8 +626,8 @@ def _seed_everything(seed: int) -> None:
 
 
 def _split_result(mfc: MFCDef, result: Any) -> tuple[SequenceSample | None, Mapping[str, Any]]:
-    """Return the result of an interface as (outputs, statistics). Raises WrongReply for a result of
-    another type."""
+    """Return an interface's result as (outputs, statistics). Raises WrongReply if it has another
+    type."""
     if isinstance(result, TrainResult):
         return None, {
             **result.stats,
@@ -649,8 +650,8 @@ def _split_result(mfc: MFCDef, result: Any) -> tuple[SequenceSample | None, Mapp
 
 
 def _plain_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the statistics with booleans, numbers and NumPy scalars as floats. Other values are
-    left to the encoder, which may refuse them."""
+    """Return the statistics with booleans, numbers and NumPy scalars converted to floats. Other
+    values are left to the encoder, which may refuse them."""
     return {
         name: float(value) if isinstance(value, (bool, int, float, np.generic)) else value
         for name, value in stats.items()
@@ -658,7 +659,7 @@ def _plain_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def call_interfaces(mfcs: Iterable[MFCDef]) -> dict[str, tuple[MFCDef, Any]]:
-    """Return {name of a call: (call, interface)}.
+    """Return a map from the name of each call to (call, interface).
 
     Calls of one role with the same interface and arguments share one object and its state. A
     critic's inference, for example, denormalises values with the statistics of its training.

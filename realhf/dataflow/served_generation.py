@@ -1,8 +1,8 @@
 """Generation for a trainer by a separate engine, such as a vLLM server, in synchronous runs and
 evaluations.
 
-The engine gets the trainer's weights before the first token of each version, with the same digests
-and the same self-test as in asynchronous runs.
+The engine gets the trainer's weights before the first token of each version is sampled, with the
+same digests and the same self-test as in asynchronous runs.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from realhf.transport.weights import compute_layout
 
 
 class ServedGeneration:
-    """``GenerationEngine`` on top of a streaming engine that has the weights of ``trainer``.
+    """``GenerationEngine`` that uses a streaming engine with the weights of ``trainer``.
 
-    ``name`` names the engine in errors, ``probe`` is the token prefix of the self-test,
-    ``timeout_s`` bounds a batch. The owner of the streaming engine closes it.
+    ``name`` is the engine's name in error messages, ``probe`` is the token prefix of the self-test,
+    ``timeout_s`` limits a batch. The owner of the streaming engine closes it.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ServedGeneration:
 
     @property
     def context_limit(self) -> int:
-        """Largest length of a sequence, in tokens."""
+        """Maximum length of a sequence, in tokens."""
         return self._context_limit
 
     def generate(
@@ -107,12 +107,12 @@ class ServedGeneration:
         return outputs
 
     def free(self, slots: Sequence[int] | None = None) -> None:
-        """Free the cache of these slots, if the engine keeps a cache by slot."""
+        """Free the cache entries of these slots, if the engine caches by slot."""
         if slots:
             self._served.free(slots)
 
     def _update_weights(self) -> None:
-        """Load the trainer's weights if their version is another one; run the self-test after the
+        """Load the trainer's weights if their version has changed; run the self-test after the
         first load."""
         version = self._trainer.version
         if self._served.version == version:
@@ -162,8 +162,8 @@ class ServedGeneration:
 
 
 class ServedEngine:
-    """A trainer's engine whose generation is that of ``ServedGeneration``; all else is delegated to
-    the engine."""
+    """A trainer's engine that generates with a ``ServedGeneration``; everything else is delegated
+    to the original engine."""
 
     def __init__(self, engine: Engine, generation: ServedGeneration) -> None:
         self._engine = engine
@@ -187,7 +187,7 @@ class ServedEngine:
 
 
 def _derive_seed(seed: int, index: int) -> int:
-    """Return the seed of request number ``index`` of a batch with ``seed``."""
+    """Return the seed for request number ``index`` of a batch whose seed is ``seed``."""
     return (
         int.from_bytes(
             hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest(), "little"

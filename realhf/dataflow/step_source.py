@@ -1,9 +1,9 @@
-"""Sources of the samples of training steps: the interface of synchronous and asynchronous runs, and
-the loaders.
+"""Sources of the samples of training steps: the common interface of synchronous and asynchronous
+runs, and the loaders.
 
 The samples of step k + 1 are drawn only after the results of step k were recorded. So the source
-sees the results of every earlier step before each draw, always in the same order, and a run is a
-function of its seed.
+sees the results of every earlier step before each draw, always in the same order, and a run depends
+only on its seed.
 
 The master's step loop is the same for both kinds of run: train step, publish, report, checkpoint,
 evaluate.
@@ -36,21 +36,22 @@ class StepLoader:
     ``run``
       produces: step batches in the buffer;
       waits for: the results of the previous step, then the samples;
-      unblocked by: ``step_finished``, and what the samples come from.
+      unblocked by: ``step_finished``, and the source of the samples.
     """
 
     def __init__(self) -> None:
         self._free = asyncio.Semaphore()
-        """Permit to load one step; ``step_finished`` returns it."""
+        """Semaphore that permits loading one step; ``step_finished`` releases it."""
 
     @property
     def activity(self) -> str:
-        """A phrase that says what the loader does or waits for, for stall reports."""
+        """A phrase that describes what the loader does or waits for, for stall reports."""
         raise NotImplementedError
 
     @property
     def busy(self) -> bool:
-        """Whether it waits for work with a deadline of its own, so that the wait is no stall."""
+        """Whether it waits for something that has its own deadline, so that the wait does not count
+        as a stall."""
         raise NotImplementedError
 
     async def run(self, first_step: int) -> None:
@@ -58,15 +59,15 @@ class StepLoader:
         raise NotImplementedError
 
     async def load_more(self, step: int, n: int) -> SequenceSample | None:
-        """Return up to ``n`` further samples of a loaded step as replacements; None if there are
-        none.
+        """Return up to ``n`` further samples for an already loaded step, as replacements; None if
+        there are none.
 
-        They are in no step batch yet.
+        They do not belong to a step batch yet.
         """
         return None
 
     def step_finished(self, step: int) -> None:
-        """Allow one more step to be loaded: the results of ``step`` are recorded."""
+        """Allow one more step to be loaded, because the results of ``step`` are recorded."""
         self._free.release()
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,8 +79,8 @@ class StepLoader:
 
 
 class SourceLoader(StepLoader):
-    """Loader that draws ``n_seqs`` samples per step from a data source and stores their ``keys`` on
-    ``worker``."""
+    """Loader that draws ``n_seqs`` samples per step from a data source and stores the values of
+    ``keys`` on ``worker``."""
 
     def __init__(
         self,
@@ -103,18 +104,18 @@ class SourceLoader(StepLoader):
         self._n_seqs = n_seqs
         self._timeout_s = timeout_s
         self._drawn: dict[int, list[SourceItem]] = {}
-        """Items of the steps that are drawn and not finished, by step."""
+        """Drawn items of the unfinished steps, by step."""
         self._restored: dict[int, list[SourceItem]] = {}
-        """Such items from a checkpoint, to be loaded again."""
+        """Drawn items of unfinished steps from a checkpoint, to be loaded again, by step."""
         self._state_before_more: dict[str, Any] | None = None
-        """State of the source before the first ``load_more`` of the open step; None if there was
-        none."""
+        """State of the source before the first ``load_more`` of the open step; None if
+        ``load_more`` was not called."""
         self._activity = "idle"
         self._busy = False
 
     @property
     def activity(self) -> str:
-        """A phrase that says what the loader does or waits for."""
+        """A phrase that describes what the loader does or waits for."""
         return self._activity
 
     @property
@@ -140,7 +141,7 @@ class SourceLoader(StepLoader):
             step += 1
 
     def step_finished(self, step: int) -> None:
-        """Allow one more step to be drawn: the results of ``step`` are recorded."""
+        """Allow one more step to be drawn, because the results of ``step`` are recorded."""
         self._drawn.pop(step, None)
         self._state_before_more = None
         super().step_finished(step)
@@ -148,8 +149,8 @@ class SourceLoader(StepLoader):
     async def load_more(self, step: int, n: int) -> SequenceSample | None:
         """Draw up to ``n`` further samples of a step and store them; None if the source has none.
 
-        A checkpoint before the end of the step holds the source's state from before these draws:
-        the resumed run plays the step from its beginning and draws them again.
+        A checkpoint made before the end of the step holds the source's state from before these
+        draws, because the resumed run plays the step from its beginning and draws them again.
         """
         if self._state_before_more is None:
             self._state_before_more = self._source.state_dict()
@@ -157,8 +158,8 @@ class SourceLoader(StepLoader):
         return await self._store(items, step) if items else None
 
     async def _store(self, items: Sequence[SourceItem], step: int) -> SequenceSample:
-        """Store the values of items on the worker and return their metadata. Raises ValueError for
-        a missing key."""
+        """Store the items' values on the worker and return their metadata. Raises ValueError for a
+        missing key."""
         source_keys = [key for key in self._keys if key in items[0].values]
         incomplete = next(
             (item for item in items if not item.values.keys() >= set(source_keys)), None
@@ -201,10 +202,10 @@ class SourceLoader(StepLoader):
         return meta
 
     def _dataset_meta(self, answer: LoadAnswer, item: SourceItem) -> SequenceSample:
-        """Return the metadata of the keys that the worker's dataset stored because the source does
-        not give them.
+        """Return the metadata of the keys that the source does not provide, whose values the worker
+        stored from its dataset.
 
-        Raises ValueError for a key that neither gives.
+        Raises ValueError for a key that neither of them provides.
         """
         meta = decode_sample(answer.meta) if answer.meta else None
         missing = set(self._keys) - set(item.values) - (meta.keys if meta else frozenset())
@@ -217,8 +218,8 @@ class SourceLoader(StepLoader):
         return meta
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the source's state and the items that are drawn and not finished, which are loaded
-        again."""
+        """Return the source's state, and the drawn items of unfinished steps, which are loaded
+        again after a resumption."""
         pending = {
             str(step): [item.to_map() for item in items]
             for step, items in sorted({**self._restored, **self._drawn}.items())
@@ -231,7 +232,7 @@ class SourceLoader(StepLoader):
         return {"source": source, "pending": pending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` returned; to be called before ``run``."""
+        """Restore what ``state_dict`` returned. Must be called before ``run``."""
         self._source.load_state_dict(state["source"])
         self._restored = {
             int(step): [SourceItem(**item) for item in items]
@@ -240,15 +241,15 @@ class SourceLoader(StepLoader):
 
 
 class StepSource:
-    """Interface to the master of what makes the samples of the steps.
+    """The master's interface to the producer of the steps' samples.
 
     The defaults are those of a synchronous run: the trainer has the only engine, so there is
-    nothing to publish, to pause or to report.
+    nothing to publish, pause or report.
     """
 
     @property
     def results(self) -> ResultSink:
-        """The sink for the results of trained samples."""
+        """Sink for the results of trained samples."""
         raise NotImplementedError
 
     def loader(self, buffer: AsyncIOSequenceBuffer, storage: StorageMap) -> StepLoader:
@@ -262,19 +263,19 @@ class StepSource:
         """Handle the death or departure of a worker."""
 
     async def start(self) -> None:
-        """Start to make samples, before the first step."""
+        """Start producing samples, before the first step."""
 
     async def publish(self, completed_steps: int) -> None:
-        """Publish the policy after ``completed_steps`` to the workers that sample with it."""
+        """Publish the policy after ``completed_steps`` steps to the workers that sample with it."""
 
     async def evaluate(
         self, step: int, evaluation: EvaluationSpec, deliver: Callable[[Report], None]
     ) -> bool:
-        """Start a held-out evaluation with the current weights, after ``step`` steps, in parallel
+        """Start a held-out evaluation of the current weights, after ``step`` steps, in parallel
         with training.
 
-        ``deliver(report)`` is called at its end. Returns False if the trainer has to run the
-        evaluation itself.
+        ``deliver(report)`` is called when it has finished. Returns False if the trainer has to run
+        the evaluation itself.
         """
         return False
 
@@ -290,38 +291,38 @@ class StepSource:
         """Finish the samples in progress and start no new ones."""
 
     async def step_metrics(self, report: StepReport) -> dict[str, float]:
-        """Return the metrics about the making of a step's samples."""
+        """Return metrics about how a step's samples were produced."""
         return {}
 
     def list_transcripts(self, report: StepReport) -> list[str]:
-        """Return the transcripts that the samples of a step carry."""
+        """Return the transcripts in the metadata of a step's samples."""
         return []
 
     async def collect_live_metrics(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the metrics that the display shows between steps: {section: {name: value}}; {} for
+        """Return the metrics that the display shows between steps, {section: {name: value}}; {} for
         none."""
         return {}
 
     async def prepare_checkpoint(self) -> None:
-        """Make durable what the checkpoint will refer to."""
+        """Make everything durable that the checkpoint will refer to."""
 
     async def save(self, completed_steps: int, folder: Path) -> None:
         """Write the state that a resumed run needs into the folder of a checkpoint. Raises
         OSError."""
 
     async def checkpoint_committed(self, completed_steps: int, folder: str) -> None:
-        """Handle that a checkpoint has become valid."""
+        """Handle a checkpoint that has become valid."""
 
     def record_end(self) -> None:
         """Record that the run has ended."""
 
     async def close(self) -> None:
-        """Release everything, in any state."""
+        """Release all resources. May be called in any state."""
 
 
 class SynchronousSteps(StepSource):
-    """Step source of a synchronous run, which draws samples from a data source; the calls of the
-    graph do the rest.
+    """Step source of a synchronous run, which only draws samples from a data source; the calls of
+    the graph do the rest.
 
     ``worker`` stores the values of ``keys``; a step has ``n_seqs`` samples.
     """
@@ -347,7 +348,7 @@ class SynchronousSteps(StepSource):
 
     @property
     def results(self) -> ResultSink:
-        """The data source itself, which may choose further samples by the results."""
+        """The data source itself, which may choose further samples according to the results."""
         return self._source
 
     def loader(self, buffer: AsyncIOSequenceBuffer, storage: StorageMap) -> StepLoader:

@@ -1,4 +1,4 @@
-"""Map of which worker stores which tensor, and the plan of the transfers that bring a call's inputs
+"""Map of which worker stores which tensor, and planning of the transfers that bring a call's inputs
 to its workers.
 
 Source: docs/reference/dataflow.md 5 and 7.
@@ -16,28 +16,28 @@ class Fetch:
     """A peer-to-peer transfer between two workers."""
 
     dst: str
-    """The worker that reads."""
+    """Worker that receives the values."""
     src: str
-    """The worker that it reads from."""
+    """Worker from which they are read."""
     ids: tuple[str, ...]
-    """Samples."""
+    """Ids of the samples."""
     keys: tuple[str, ...]
-    """Keys of each sample."""
+    """Keys to transfer of each sample."""
 
 
 class DataLost(KeyError):
-    """No living worker stores a value that a call needs."""
+    """Error: no living worker stores a value that a call needs."""
 
 
 class StorageMap:
-    """Owners of all values: sample id -> key -> names of the workers that store it. It holds names,
-    never tensors."""
+    """Map from sample id and key to the names of the workers that store the value. It holds only
+    names, no tensors."""
 
     def __init__(self) -> None:
         self._owners: dict[str, dict[str, list[str]]] = {}
 
     def __len__(self) -> int:
-        """Return the number of samples with a value on some worker."""
+        """Return the number of samples with a value on at least one worker."""
         return len(self._owners)
 
     def record(self, ids: Iterable[str], keys: Iterable[str], worker: str) -> None:
@@ -55,11 +55,11 @@ class StorageMap:
         return tuple(self._owners.get(sample_id, {}).get(key, ()))
 
     def ids(self) -> list[str]:
-        """Return all samples with a value on some worker."""
+        """Return the ids of all samples with a value on at least one worker."""
         return list(self._owners)
 
     def forget(self, ids: Iterable[str]) -> dict[str, list[str]]:
-        """Remove samples; return for each worker the ids that it must clear."""
+        """Remove samples; return the ids that each worker must clear."""
         ids_by_worker: dict[str, list[str]] = {}
         for sample_id in ids:
             owners_by_key = self._owners.pop(sample_id, {})
@@ -70,7 +70,7 @@ class StorageMap:
     def plan(
         self, placement: Mapping[str, Sequence[str]], keys: Sequence[str], hosts: Mapping[str, str]
     ) -> list[Fetch]:
-        """Return the transfers by ``make_transfer_plan`` for the recorded owners."""
+        """Return the transfers that ``make_transfer_plan`` makes for the recorded owners."""
         return make_transfer_plan(self._owners, placement, keys, hosts)
 
 
@@ -83,10 +83,10 @@ def make_transfer_plan(
     """Return the transfers that bring ``keys`` of the samples ``placement[worker]`` to every
     worker.
 
-    A value that the worker stores is not transferred. Otherwise the source is an owner on the same
-    host (``hosts``: worker -> host) if there is one, and among equals the one with the fewest
-    values planned so far. Transfers between the same two workers are merged if they have the same
-    keys. Raises DataLost if no worker in ``hosts`` stores a value. Pure and deterministic.
+    A value that the worker already stores is not transferred. Otherwise the source is an owner on
+    the same host (``hosts``: worker -> host) if there is one, and among equals the one with the
+    fewest values planned so far. Transfers between the same two workers are merged if they have the
+    same keys. Raises DataLost if no worker in ``hosts`` stores a value. Pure and deterministic.
     """
     planned: Counter[str] = Counter()
     fetches: list[Fetch] = []
@@ -110,7 +110,8 @@ def make_transfer_plan(
 def _merge_fetches(
     dst: str, keys_by_source: Mapping[str, Mapping[str, Sequence[str]]]
 ) -> list[Fetch]:
-    """Return one fetch for all samples that ``dst`` reads the same keys of from the same source."""
+    """Merge the samples that ``dst`` reads from the same source with the same keys into one fetch
+    each."""
     fetches = []
     for src in sorted(keys_by_source):
         groups: dict[tuple[str, ...], list[str]] = {}

@@ -1,5 +1,5 @@
-"""Checks that engines hold, and compute with, the weights that they were sent: digests, probes and
-trial changes."""
+"""Checks that engines hold, and compute with, the weights that were sent to them: digests, probes
+and trial changes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 
 class EngineWeightDigests:
-    """Digests of the weights of one engine across updates. Not thread-safe: use it in the thread
-    that loads weights."""
+    """Digests of one engine's weights across updates. Not thread-safe: use it in the thread that
+    loads weights."""
 
     def __init__(self, engine: StreamingGenerator) -> None:
         self._engine = engine
         self._held: dict[str, HeldTensor] = {}
-        """Tensors that the engine held after the last update, by name."""
+        """Digests of the tensors that the engine held after the last update, by name."""
         self._sent: dict[str, str] = {}
         """Digests of the tensors of the last update, by name."""
 
@@ -58,10 +58,10 @@ class EngineWeightDigests:
     def digest_after_load(
         self, manifest: WeightsManifest, tensors: Mapping[str, Tensor]
     ) -> dict[str, HeldTensor] | None:
-        """Return the tensors that the engine holds after it has loaded ``tensors``; None if it
-        cannot tell.
+        """Return digests of the tensors that the engine holds after it has loaded ``tensors``; None
+        if it cannot report them.
 
-        A self-test changes only a few tensors: the digests of the others are reused here, and
+        A self-test changes only a few tensors. The digests of the others are reused here, and
         ``find_changed`` computes them before the next update.
         """
         import torch
@@ -93,25 +93,26 @@ class EngineWeightDigests:
 
 
 MAX_DISTANCE_TO_TRAINER = 0.2
-"""Largest mean difference between the log-probabilities of an engine and of the trainer under the
+"""Maximum mean difference between the engine's and the trainer's log-probabilities under the
 changed weights, as a fraction of the mean difference that the change makes for the trainer. bf16
-rounding gives a few hundredths, an engine that computes with another matrix about 1."""
+rounding gives a few hundredths; an engine that computes with a wrong matrix gives about 1."""
 MAX_DISTANCE_AFTER_RESTORE = 0.01
-"""Largest mean difference between the log-probabilities of an engine before the change and after
-the restoration, as a fraction of the same: for engines that are not deterministic."""
+"""Maximum mean difference between the engine's log-probabilities before the change and after the
+restoration, as a fraction of the same number. It is not 0 because some engines are not
+deterministic."""
 
 
 class WrongWeights(RuntimeError):
-    """An engine holds, or computes with, other weights than those it was sent, so its samples are
-    not of the policy."""
+    """Error: an engine holds, or computes with, other weights than those sent to it, so its samples
+    are not from the policy."""
 
 
 def check_engine_weights(
     worker: str, manifest: WeightsManifest, answer: UpdateWeightsAnswer, before: int
 ) -> None:
-    """Raise WrongWeights if an engine does not hold the tensors of the manifest, or its previous
-    weights (version ``before``) changed in use. The error names the tensor, the expected digest and
-    the found one."""
+    """Raise WrongWeights if an engine does not hold the tensors of the manifest, or if its previous
+    weights (version ``before``) changed while in use. The error names the tensor, the expected
+    digest and the actual one."""
     if answer.changed:
         first = answer.changed[0]
         raise WrongWeights(
@@ -155,11 +156,14 @@ def find_probe_error(
     restored: Probe,
     scores: tuple[Sequence[float], Sequence[float]] | None,
 ) -> str:
-    """Return what the probes of a self-test show that an engine does wrong; "" if nothing.
+    """Return an error text if the probes of a self-test show that an engine uses wrong weights; ""
+    otherwise.
 
-    ``before``, ``changed`` and ``restored``: its samples under the original weights, the changed
-    ones and the original ones again. ``scores``: the trainer's log-probabilities of the tokens of
-    ``changed`` under the changed and the original weights; None if it cannot compute them.
+    Args:
+        before, changed, restored: The engine's samples under the original weights, the changed ones
+            and the original ones again.
+        scores: The trainer's log-probabilities of the tokens of ``changed`` under the changed and
+            the original weights; None if it cannot compute them.
     """
     if not all(
         math.isfinite(value) for probe in (before, changed, restored) for value in probe.logprobs
@@ -200,8 +204,8 @@ def find_probe_error(
 
 
 def _mean_distance(first: Probe, second: Probe) -> float:
-    """Return the mean absolute difference of the log-probabilities of two probes; infinity if their
-    tokens differ."""
+    """Return the mean absolute difference between the log-probabilities of two probes; infinity if
+    their tokens differ."""
     if first.token_ids != second.token_ids:
         return math.inf
     return fmean(abs(a - b) for a, b in zip(first.logprobs, second.logprobs, strict=True))
@@ -211,8 +215,8 @@ WEIGHTS_FILE = "weights.jsonl"
 
 
 class WeightRecord:
-    """Record of all weight versions in ``weights.jsonl`` of the run: their digests, and the engines
-    that held them.
+    """Writer of the run's ``weights.jsonl``, which records the digests of all weight versions and
+    the engines that held them.
 
     A resumed run compares its versions with those published before. ``warn(text)`` is called about
     a difference, and about engines that cannot report their weights.
@@ -221,12 +225,12 @@ class WeightRecord:
     def __init__(
         self, folder: Path, warn: Callable[[str], None], *, completed_steps: int = 0
     ) -> None:
-        """Read the versions that a run resumed after ``completed_steps`` has published before.
-        Raises OSError."""
+        """Read the versions that the run, which resumes after ``completed_steps``, published
+        earlier. Raises OSError."""
         self._path = folder / WEIGHTS_FILE
         self._warn = warn
         self._warned: set[str] = set()
-        """Engines that a warning was given about."""
+        """Engines about which a warning was given."""
         self._last = (-1, "")
         """Version and digest of the last publication."""
         self._earlier, unpublished = _read_published(self._path)
@@ -240,8 +244,8 @@ class WeightRecord:
             self._path.open("a").write("\n")  # the process was killed while it wrote the last line
 
     def record_published(self, manifest: WeightsManifest) -> None:
-        """Record the publication of a version. A repetition of the last one, as by the self-test,
-        is left out."""
+        """Record the publication of a version. Repeating the last one, as the self-test does, is
+        not recorded again."""
         if (manifest.version, manifest.digest) == self._last:
             return
         self._last = (manifest.version, manifest.digest)
@@ -263,14 +267,13 @@ class WeightRecord:
         )
 
     def record_unpublished(self, version: int) -> None:
-        """Record that a checkpoint holds a version that was not published, because the run
-        stops."""
+        """Record a version that is in a checkpoint but was not published, because the run stops."""
         self._write(event="unpublished", version=version)
 
     def record_loaded(
         self, worker: str, manifest: WeightsManifest, answer: UpdateWeightsAnswer
     ) -> None:
-        """Record that an engine has loaded a version, with the digest of the tensors that it can
+        """Record that an engine has loaded a version, with the digest of those tensors that it can
         report."""
         if answer.held is not None:
             digest = joint_digest(
@@ -302,7 +305,7 @@ class WeightRecord:
 def _read_published(path: Path) -> tuple[dict[int, str], set[int]]:
     """Return the digest last published for each version, and the versions recorded as unpublished.
 
-    Lines that cannot be parsed, such as a torn last line, are left out.
+    Lines that cannot be parsed, such as an incomplete last line, are ignored.
     """
     digests: dict[int, str] = {}
     unpublished: set[int] = set()
@@ -323,9 +326,9 @@ TEXT = (
     "The quick brown fox jumps over the lazy dog, and 0123456789 are the digits; list every "
     "bucket, then stop. "
 )
-"""Text of the probe's prefix, repeated as needed."""
+"""Text of the probe's prefix, repeated as often as needed."""
 NEW_TOKENS = 4
-"""Tokens that an engine samples for a probe."""
+"""Number of tokens that an engine samples for a probe."""
 # Tokens of the prefix. vLLM caches blocks of 128 tokens on the CPU and of 16 elsewhere. The long
 # prefix fills a block, so a cache that outlives an update is detected. The short one fills none,
 # for engines that are to keep their cache.
@@ -338,8 +341,8 @@ WAIT_S = 300.0
 
 
 def probe_ids(tokenizer: Any, engine: str, kv_policy: str, limit: int | None) -> list[int]:
-    """Return the token prefix of the probe for an engine of this name. ``limit``: its longest
-    sequence, in tokens."""
+    """Return the token prefix of the probe for the engine called ``engine``. ``limit`` is its
+    maximum sequence length in tokens."""
     ids = [int(token) for token in tokenizer.encode(TEXT, add_special_tokens=False)] or [0]
     length = LONG_PREFIX if engine == "vllm" and kv_policy == "recompute" else SHORT_PREFIX
     if limit is not None:
@@ -350,8 +353,8 @@ def probe_ids(tokenizer: Any, engine: str, kv_policy: str, limit: int | None) ->
 class WeightProbe:
     """Sampler of probes from one engine.
 
-    With ``kv_policy="recompute"`` the prefix stays cached between two probes on purpose: an engine
-    that must recompute under new weights must not use the cache of other weights.
+    With ``kv_policy="recompute"`` the prefix deliberately stays cached between two probes: an
+    engine that must recompute under new weights must not use the cache of the old ones.
     """
 
     def __init__(self, engine: StreamingGenerator, token_ids: list[int], kv_policy: str) -> None:
@@ -361,7 +364,7 @@ class WeightProbe:
 
     def sample(self, request: ProbeRequest) -> Probe:
         """Return the prefix and the engine's continuation, with log-probabilities. Raises the
-        engine's error, or TimeoutError."""
+        engine's error or TimeoutError."""
         finished = threading.Event()
         outcomes: list[GenOutput | Exception] = []
 
@@ -385,7 +388,7 @@ class WeightProbe:
 
 
 class WeightTrial:
-    """The temporary change of an engine's weights in a self-test.
+    """Temporary change of an engine's weights in a self-test.
 
     Of the tensors of each shape, the last one is rolled by one along its first dimension: the
     embedding, one matrix of each kind, norms. This changes the log-probabilities of any model whose
@@ -397,19 +400,19 @@ class WeightTrial:
     def __init__(self) -> None:
         self._changed: list[str] = []
         self._in_place = True
-        """Whether the changed tensors are the engine's own, not copies."""
+        """Whether the changed tensors are the engine's own tensors, not copies."""
         self.names: list[str] = []
-        """The tensors of the last change or restoration."""
+        """Names of the tensors in the last change or restoration."""
 
     def step(
         self, trial: int, engine: Engine, tensors: Mapping[str, Tensor], probes: Sequence[Probe]
     ) -> tuple[list[list[float]], list[list[float]]]:
-        """Change ``tensors``, the engine's weights (``TRIAL_CHANGE``), restore them
-        (``TRIAL_RESTORE``), or neither.
+        """Perform one step of the self-test on ``tensors``, the engine's weights: change them
+        (``TRIAL_CHANGE``), restore them (``TRIAL_RESTORE``), or neither.
 
         A restoration returns the engine's own log-probabilities of the sampled tokens of each
         probe, before and after it. They are empty if ``tensors`` are copies, so that the engine
-        itself was not changed. Raises RuntimeError on a step out of turn.
+        itself was not changed. Raises RuntimeError on a step out of order.
         """
         if trial == 0 and not self._changed:
             return [], []

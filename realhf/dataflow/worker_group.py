@@ -1,8 +1,8 @@
-"""The master's calls to workers: to one, to all ranks of a group call, or to all workers of a model
-role.
+"""The master's calls to workers: to one worker, to all ranks of a group call, or to all workers of
+a model role.
 
-A group call is a call that several workers compute together. Each gets the whole batch; the backend
-divides it among them, and the master does not need to know how.
+A group call is a call that several workers compute together. Each of them gets the whole batch; the
+backend divides it among them, and the master does not need to know how.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ async def ask(
 ) -> A:
     """Call a worker and return its answer.
 
-    Raises the errors of ``RpcMaster.call``, and MessageError for an answer of another form.
+    Raises the errors of ``RpcMaster.call``, and MessageError if the answer has another form than
+    expected.
     """
     payload = call.pack(request)
     return call.unpack_answer(
@@ -62,24 +63,24 @@ async def ask(
 
 
 ABORT_S = 5.0
-"""Seconds that the ranks of a failed call have to abort. Until then one of them may report the
-cause."""
+"""Seconds that the ranks of a failed call get to abort. During this time one of them may report the
+actual cause."""
 TOLERANCE = 1e-5
-"""Allowed relative difference of a statistic between two ranks, which add the same numbers in
+"""Allowed relative difference of a statistic between two ranks, which may add the same numbers in
 different orders."""
 DURATION = "_seconds"
-"""Suffix of the names of statistics that differ between ranks."""
+"""Name suffix of statistics that may differ between ranks."""
 
 
 class RanksDiffer(ValueError):
-    """Two ranks of a group call reported different statistics."""
+    """Error: two ranks of a group call reported different statistics."""
 
 
 def is_group_call(mfc: MFCDef, parallel: Parallel) -> bool:
     """Return whether all workers of a role compute this call together.
 
-    Training always is a group call. Inference is one for a model that is sharded over the workers
-    (FSDP), but not for data-parallel copies; generation never is.
+    Training is always a group call. Inference is one for a model that is sharded over the workers
+    (FSDP), but not for data-parallel copies. Generation never is.
     """
     if parallel.size == 1 or mfc.interface_type is InterfaceType.GENERATE:
         return False
@@ -87,7 +88,8 @@ def is_group_call(mfc: MFCDef, parallel: Parallel) -> bool:
 
 
 class GroupCallFailed(RuntimeError):
-    """A worker failed in a call to several workers; the message names the worker and the cause."""
+    """Error: a worker failed in a call to several workers. The message names the worker and the
+    cause."""
 
     def __init__(self, worker: str, cause: BaseException) -> None:
         super().__init__(f"{worker}: {cause}")
@@ -105,8 +107,8 @@ async def gather_weights(
     timeout_s: float,
     step: int = -1,
 ) -> None:
-    """Gather the full weights of a sharded role until it trains again: on each of its workers
-    (``everywhere``) or on the first one. Raises GroupCallFailed."""
+    """Gather the full weights of a sharded role on each of its workers (``everywhere``) or on the
+    first one. They are kept until the role trains again. Raises GroupCallFailed."""
     number = next(numbers)
     requests = [
         GatherRequest(role, GroupPart(number, i, len(workers)), everywhere)
@@ -129,8 +131,8 @@ async def ask_all(
     """Send each worker its request and return the payloads of their answers.
 
     The requests are sent without an await in between, so that all workers see the calls of several
-    roles in the same order. ``together``: they compute together. Raises GroupCallFailed after
-    cancelling the other calls.
+    roles in the same order. ``together`` means that the workers compute together. Raises
+    GroupCallFailed after cancelling the other calls.
     """
     payloads = [call.pack(request) for request in requests]
     futures = [
@@ -159,8 +161,9 @@ async def wait_for_first_failure(
     answered.
 
     If they compute ``together``, the failure of one leaves the others waiting for it, so they are
-    asked to abort. A rank that failed by itself is then preferred over ranks that only lost their
-    peers. This takes at most ``ABORT_S`` seconds, even when a rank is stuck.
+    asked to abort. The failure of a rank that failed by itself is then preferred over those of
+    ranks that only lost their peers. This takes at most ``ABORT_S`` seconds, even when a rank is
+    stuck.
     """
     await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
     if together and _find_failures(workers, futures):
@@ -188,7 +191,7 @@ def _find_failures(
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether a rank failed only because another one did."""
+    """Return whether a rank failed only because another rank did."""
     return isinstance(error, RemoteError) and error.kind == CollectiveBroken.__name__
 
 
@@ -210,10 +213,10 @@ def _is_close(first: Any, other: Any) -> bool:
 
 
 class Roles:
-    """The model workers of a run, ``model_worker/0`` and so on, by model role.
+    """Model workers of a run (``model_worker/0`` and so on), by model role.
 
-    ``timeout_s`` bounds each call. ``trusted``: the network is private to the run, so workers on
-    several hosts may train together over it.
+    ``timeout_s`` limits each call. ``trusted`` means that the network is private to the run, so
+    that workers on several hosts may train together over it.
     """
 
     def __init__(
@@ -224,7 +227,8 @@ class Roles:
         self._timeout_s = timeout_s
         self._trusted = trusted
         self.numbers = itertools.count(1)
-        """Numbers of the group calls of the run, in the order in which all workers make them."""
+        """Iterator over the numbers of the run's group calls, which all workers make in the same
+        order."""
         self.workers = [_worker_name(index) for index in range(spec.n_model_workers)]
 
     @property
@@ -235,7 +239,7 @@ class Roles:
     def workers_of(self, role: str) -> list[str]:
         """Return the workers of a role; if they train together, in the order of ranks.
 
-        The first of them does what one worker does for all, such as exports.
+        The first one does the work that a single worker does on behalf of all, such as exports.
         """
         model = self._spec.models[role]
         return [
@@ -250,8 +254,8 @@ class Roles:
     async def load(self) -> None:
         """Have every worker load its models.
 
-        Workers that compute together connect to the first of them. Raises RuntimeError when these
-        are on several hosts, unless the network is trusted.
+        Workers that compute together connect to the first of them. Raises RuntimeError if they are
+        on several hosts and the network is not trusted.
         """
         members = [_worker_name(index) for index in self._spec.world]
         roster = {name: self._caller.roster[name] for name in members}
@@ -294,8 +298,8 @@ class Roles:
     async def save(self, folder: Path) -> list[SavedFile]:
         """Have every worker write its state below ``folder``; return the files.
 
-        Each worker has a folder of its own there; a role whose workers train together has one
-        folder for all of them.
+        Each worker has a separate subfolder; a role whose workers train together has one subfolder
+        for all of them.
         """
         answers = await self._ask_all(
             SAVE, [self._build_request(worker, folder) for worker in self.workers]
@@ -303,17 +307,17 @@ class Roles:
         return [file for answer in answers for file in answer.files]
 
     async def restore(self, folder: Path) -> None:
-        """Have every worker read its state. The checkpoint may have been written by another
+        """Have every worker read its state. The checkpoint may have been written with a different
         assignment of workers."""
         await self._ask_all(
             RESTORE, [self._build_request(worker, folder) for worker in self.workers]
         )
 
     async def _ask_all(self, call: Call[Q, A], requests: Sequence[Q]) -> list[A]:
-        """Send its request to every worker; return the answers.
+        """Send every worker its request; return the answers.
 
-        Raises the failure of the worker that failed by itself; those that compute together with it
-        fail as well.
+        If workers fail, raises the failure of the one that failed by itself, not of those that
+        failed because they compute together with it.
         """
         together = bool(self._spec.world)
         try:
@@ -345,10 +349,10 @@ class Roles:
 
 
 def find_role_folder(checkpoint: Path, role: str) -> Path | None:
-    """Return the folder of a role in a checkpoint; None if it has none.
+    """Return the folder of a role in a checkpoint; None if the checkpoint has none.
 
-    It is below the folder of the worker that trained the role or, if several did, directly in the
-    checkpoint.
+    It is below the folder of the worker that trained the role or, if several workers did, directly
+    in the checkpoint.
     """
     shared = checkpoint / role
     own_folders = [

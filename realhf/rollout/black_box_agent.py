@@ -1,13 +1,13 @@
 """Episodes of black-box agents: ordinary programs that talk to an OpenAI-compatible model at a base
 URL.
 
-The program is a function in a file of its own: ``async def rollout(task, base_url, session) ->
-reward``. ``task`` is the argument of the environment's ``reset``, ``session`` the environment of
-the episode (``AgentSession``). It may use any client, hold any number of conversations, and take
-steps of the environment at any time, or none.
+The program is a function in its own file: ``async def rollout(task, base_url, session) -> reward``.
+``task`` is the argument of the environment's ``reset``, ``session`` gives access to the environment
+of the episode (``AgentSession``). The function may use any client, hold any number of
+conversations, and take steps of the environment at any time, or none.
 
-The reward is the one that the function returns or reports, otherwise that of the environment: a
-number for all conversations, or a map from the id of a completion (``reply.id``) to the reward of
+The reward is the one that the function returns or reports, otherwise that of the environment. It is
+a number for all conversations, or a map from the id of a completion (``reply.id``) to the reward of
 its conversation. The function runs on the rollout worker's event loop and must not block it.
 """
 
@@ -49,26 +49,26 @@ class Answer:
     """The environment's answer to a step."""
 
     messages: list[dict[str, Any]]
-    """Messages to be sent to the model."""
+    """Messages to pass on to the model."""
     text: str
-    """Text of all messages."""
+    """Joined text of all messages."""
     done: bool
     """Whether the episode has ended."""
     reward: float | None = None
-    """Reward of the turn, if there is one."""
+    """Reward of the turn, None if it has none."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the turn."""
 
 
 class AgentSession:
-    """The environment of one episode, as its agent sees it. Use it on the event loop that the agent
-    was called on.
+    """Access to the environment of one episode, for its agent. Use it on the event loop on which
+    the agent was called.
 
-    - ``messages``, ``tools``: the opening of the environment in the form of the chat API, its
-      system prompt first;
+    - ``messages``, ``tools``: the environment's opening in the form of the chat API, its system
+      prompt first;
     - ``text``: the user messages of the opening;
-    - ``id``: id of the task; ``group``: group that success is reported by; ``seed``: seed of the
-      instance.
+    - ``id``: id of the task; ``group``: name of the group under which success is reported;
+      ``seed``: seed of the task instance.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class AgentSession:
 
     @property
     def failure(self) -> EnvironmentFailure | None:
-        """The failure of the environment, if it failed."""
+        """The environment's failure; None if it has not failed."""
         return self._failure
 
     async def open(self) -> None:
-        """Start the episode, before the agent is called. Raises EnvironmentFailure."""
+        """Start the episode. Called before the agent. Raises EnvironmentFailure."""
         task = self._progress.request.task
         opening = await self._env.reset(task.payload, seed=task.seed)
         self.messages = [dict(message) for message in (*self._system, *opening.messages)]
@@ -110,8 +110,8 @@ class AgentSession:
         self.text = self._progress.start(opening)
 
     def end(self) -> None:
-        """Refuse further steps and cancel a running one, so that tasks that the agent leaves behind
-        cannot affect the next episode in the same environment."""
+        """Refuse further steps and cancel a running one, so that tasks that the agent leaves
+        running cannot affect the next episode in the same environment."""
         self._ended = True
         if self._running_step is not None:
             self._running_step.cancel()
@@ -119,14 +119,14 @@ class AgentSession:
     async def step(self, message: object) -> Answer:
         """Send a message to the environment and return its answer.
 
-        ``message`` is a text or a message of the chat API, as a map or as an object of the
+        ``message`` is a string or a message of the chat API, as a map or as an object of the
         ``openai`` package, possibly with tool calls. A message that the endpoint returned in this
         episode reaches the environment as the policy sampled it, including its reasoning and calls
         that could not be parsed. Concurrent steps are run one after the other. After the end of the
-        episode every step returns ``done``.
+        episode every step returns an answer with ``done``.
 
-        Raises EnvironmentFailure, then again at every later step, and TypeError for an object that
-        is no message.
+        Raises EnvironmentFailure, at this and every later step, and TypeError for an object that is
+        not a message.
         """
         policy_turn = self._find_policy_turn(_parse_message(message))
         async with self._step_lock:
@@ -151,8 +151,8 @@ class AgentSession:
             self._running_step = None
 
     def _find_policy_turn(self, message: OpenAiMessage) -> AssistantMessage:
-        """Return the policy's turn that was answered with ``message``, with the call ids that the
-        agent knows; for a message of the agent's own, that message."""
+        """Return the policy's turn that the endpoint returned as ``message``, with the call ids
+        that the agent knows. For a message that the agent wrote itself, return that message."""
         sampled = self._endpoint.ledger.find_turn(message)
         if sampled is None:
             return AssistantMessage(
@@ -167,7 +167,8 @@ class AgentSession:
 
 
 def _parse_message(argument: object) -> OpenAiMessage:
-    """Return an agent's message in the form that the endpoint compares. Raises TypeError."""
+    """Convert an agent's message to the form in which the endpoint compares messages. Raises
+    TypeError."""
     if isinstance(argument, str):
         return OpenAiMessage("assistant", argument)
     dump = getattr(argument, "model_dump", None)
@@ -220,7 +221,7 @@ def load_agent(name: str, options: Mapping[str, Any] | None = None) -> AgentFunc
     """Import the agent function ``file.py:function`` or ``module:function`` and bind ``options`` as
     keyword arguments.
 
-    Raises ValueError.
+    Raises ValueError if it cannot be loaded.
     """
     place, _, function = name.rpartition(":")
     if not place or not function:
@@ -245,14 +246,15 @@ def load_agent(name: str, options: Mapping[str, Any] | None = None) -> AgentFunc
 
 
 class BlackBoxAgent:
-    """``EpisodeAgent`` for a black-box agent. The endpoint is served from the first episode until
-    ``close``.
+    """``EpisodeAgent`` that runs a black-box agent. The endpoint is served from the first episode
+    until ``close``.
 
     Args:
-        agent: the agent function.
-        chat, limits: as for any agent; the endpoint enforces the limits.
-        system_prompt: the environment's system prompt, which precedes its messages in ``AgentSession``.
-        timeout_s: seconds that an episode of the agent may take.
+        agent: The agent function.
+        chat, limits: As for any agent; the endpoint enforces the limits.
+        system_prompt: The environment's system prompt, which precedes its messages in
+            ``AgentSession``.
+        timeout_s: Seconds that an episode of the agent may take.
 
     An agent may hold several conversations, each of which is a trajectory. The one with the most
     sampled tokens is the main one; ``timings["branches"]`` is their number.
@@ -281,12 +283,12 @@ class BlackBoxAgent:
         self, env: Environment, request: EpisodeRequest, llm: TokenSource, slot: int
     ) -> RolloutOutcome:
         """Play one episode. The main trajectory is the outcome, the others are its ``branches``
-        (``Session.outcomes``): every sampled token is in one of them.
+        (``OpenAiSession.outcomes``), so that no sampled token is lost.
 
-        An exception of the agent makes the episode a failure of the agent, unless it is, or was
-        raised from, the endpoint's refusal of a turn beyond a limit. A failure of the engine after
-        which no turn succeeds makes the episode a failure of the policy, whatever the agent does.
-        Raises RuntimeError if the endpoint cannot be served.
+        An exception in the agent counts as a failure of the agent, unless it is, or was raised
+        from, the endpoint's refusal of a turn beyond a limit. If the engine fails and no later turn
+        succeeds, the episode counts as a failure of the policy, whatever the agent does. Raises
+        RuntimeError if the endpoint cannot be served.
         """
         started_at = time.perf_counter()
         async with self._starting:

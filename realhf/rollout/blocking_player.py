@@ -1,12 +1,12 @@
 """Player of episodes for a thread that generates tokens in batches.
 
-The episodes run on an event loop in a thread of their own. Their requests are collected there and
+The episodes run on an event loop in a separate thread. Their requests are collected there and
 passed to the generating thread, which calls ``serve``; that returns when all episodes have
 finished.
 
 In *lockstep* mode a batch is released when every running episode waits for tokens, in the order of
 the slots. The sequence of batches then depends only on the sampled tokens, not on the timing of
-environments. Otherwise a batch is whatever waits when the engine becomes free.
+environments. Otherwise a batch contains whatever requests are waiting when the engine becomes free.
 
 ``serve``
   produces: sampled turns;
@@ -39,23 +39,23 @@ class BatchEngine(Protocol):
     """Engine that samples the turns of a batch."""
 
     def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
-        """Return the continuation of every request, in order; ``round_index`` counts the batches of
-        a run."""
+        """Return the continuation of every request, in order. ``round_index`` is the number of the
+        batch within the player's current run, from 0."""
         ...
 
     def free(self, slots: Sequence[int]) -> None:
-        """Free the cache of these slots, whose episodes have finished."""
+        """Free the cache entries of these slots, whose episodes have finished."""
         ...
 
 
 @dataclass(frozen=True)
 class _PendingRequest:
-    """A request for tokens that an episode waits for."""
+    """A request for tokens that an episode is waiting for."""
 
     request: GenRequest
     """The request."""
     answer: asyncio.Future[GenOutput]
-    """Resolved in the event loop of the episodes."""
+    """Future of the episodes' event loop for the engine's output."""
 
 
 class BatchedTokens:
@@ -67,19 +67,20 @@ class BatchedTokens:
     def __init__(self, slots: Iterable[int], *, lockstep: bool) -> None:
         self._lockstep = lockstep
         self._live = set(slots)
-        """Slots that may still play."""
+        """Slots that may still play episodes."""
         self._may_ask = set(self._live)
         """Live slots that have not requested tokens in this round; the batch waits for them."""
         self._undecided = set(self._live) if lockstep else set[int]()
-        """Slots that have neither continued their episode nor taken another one in this round."""
+        """Slots that have neither continued their episode nor started another one in this round."""
         self._gates: dict[int, asyncio.Future[None]] = {}
-        """Futures of the slots that wait in ``may_take``."""
+        """Futures for which slots wait in ``may_take``, by slot."""
         self._pending: dict[int, _PendingRequest] = {}
         """Requests of this round, by slot."""
         self._inbox: queue.SimpleQueue[list[_PendingRequest] | list[int] | None] = (
             queue.SimpleQueue()
         )
-        """To the generating thread: requests, slots to free, and None at the end."""
+        """Messages to the generating thread: lists of requests, lists of slots to free, and None at
+        the end."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def generate(self, request: GenRequest) -> GenOutput:
@@ -96,11 +97,11 @@ class BatchedTokens:
         return await pending.answer
 
     def free(self, slots: Sequence[int]) -> None:
-        """Have the generating thread free the cache of these slots."""
+        """Have the generating thread free the cache entries of these slots."""
         self._inbox.put([*slots])
 
     async def may_take(self, slot: int) -> None:
-        """Wait until all lower slots have continued their episode or taken another one in this
+        """Wait until all lower slots have continued their episode or started another one in this
         round."""
         while slot in self._undecided and min(self._undecided) != slot:
             gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -109,22 +110,22 @@ class BatchedTokens:
         self._decide(slot)
 
     def leave(self, slot: int) -> None:
-        """Remove a slot that takes no more episodes."""
+        """Remove a slot that will not play any more episodes."""
         self._live.discard(slot)
         self._may_ask.discard(slot)
         self._decide(slot)
         self._release()
 
     def end(self) -> None:
-        """Let ``serve`` return once all requests are answered."""
+        """Make ``serve`` return once all requests are answered."""
         self._inbox.put(None)
 
     def serve(self, engine: BatchEngine, check: Callable[[], None]) -> int:
-        """Sample for the episodes until ``end`` and return the number of batches; for the engine's
-        thread.
+        """Sample tokens for the episodes until ``end`` is called; return the number of batches.
+        Called on the engine's thread.
 
-        While it waits, it calls ``check`` every few seconds. Raises the errors of the engine and of
-        ``check``.
+        While waiting for requests it calls ``check`` every few seconds. Raises the errors of the
+        engine and of ``check``.
         """
         rounds = 0
         while True:
@@ -174,8 +175,8 @@ class BatchedTokens:
                 pending.answer.set_result(output)
 
     def _decide(self, slot: int) -> None:
-        """Record that a slot has continued its episode or taken another one, and let the next slot
-        go on."""
+        """Record that a slot has continued its episode or started another one, and let the next
+        slot proceed."""
         self._undecided.discard(slot)
         if (
             self._undecided
@@ -185,7 +186,7 @@ class BatchedTokens:
             gate.set_result(None)
 
     def _release(self) -> None:
-        """Pass the batch to the generating thread once no slot may still request tokens in this
+        """Pass the batch to the generating thread once no other slot may request tokens in this
         round."""
         if self._pending and not self._may_ask:
             batch = [self._pending[slot] for slot in sorted(self._pending)]
@@ -194,14 +195,15 @@ class BatchedTokens:
 
 
 _STOP_S = 10.0
-"""Seconds that the episodes have to end."""
+"""Seconds that the episodes get to end when the player is closed."""
 _log = logging.getLogger(__name__)
 
 
 class BlockingPlayer:
-    """Blocking interface to ``player``: the calling thread samples the tokens. Close it after use.
+    """Blocking interface to ``EpisodePlayer``: the calling thread samples the tokens. Close it
+    after use.
 
-    ``thread`` runs the event loop of the episodes; by default the player starts one of its own.
+    ``thread`` runs the event loop of the episodes; by default the player starts its own thread.
     """
 
     def __init__(self, player: EpisodePlayer, thread: LoopThread | None = None) -> None:
@@ -221,7 +223,7 @@ class BlockingPlayer:
         lockstep: bool = True,
         on_finished: Callable[[], None] = lambda: None,
     ) -> PlayedEpisodes:
-        """Play all requests and call ``on_finished`` in the event loop after each.
+        """Play all requests, and call ``on_finished`` in the event loop after each of them.
 
         An error of the engine cancels all episodes and is raised.
         """
@@ -286,5 +288,5 @@ class BlockingPlayer:
 
 
 async def _await_cancelled_tasks() -> None:
-    """Give cancelled tasks of the loop time to end."""
+    """Wait for cancelled tasks of the loop to end."""
     await asyncio.sleep(0.05)

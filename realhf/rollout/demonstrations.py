@@ -38,15 +38,15 @@ from realhf.rollout.episode import EpisodeRequest, play_episode
 from realhf.rollout.player import NO_TOKENS, EpisodePlayer
 
 SCRIPT_FAMILY = HERMES
-"""Syntax of the calls in the turns of a ``Demonstration``, independent of the model that learns
-from them."""
+"""Syntax of the tool calls in the turns of a ``Demonstration``, independent of the model that
+learns from them."""
 
 
 def script_message(turn: AssistantMessage) -> dict[str, Any]:
     """Return a turn of a script as a message of the chat API.
 
-    Its calls are in ``tool_calls``, so that the template of the model that learns from it renders
-    them in its own syntax. Raises ValueError for a call that cannot be parsed.
+    Its tool calls are in ``tool_calls``, so that the chat template of the model that learns from it
+    renders them in its own syntax. Raises ValueError for a call that cannot be parsed.
     """
     if not turn.tool_calls:
         return {"role": "assistant", "content": turn.text}
@@ -65,7 +65,7 @@ def script_message(turn: AssistantMessage) -> dict[str, Any]:
 
 
 class ScriptedTurns:
-    """``TurnSource`` without tokens that plays the turns of a demonstration and records the
+    """``TurnSource`` that plays the turns of a demonstration, without tokens, and records the
     conversation."""
 
     tokens = None
@@ -78,7 +78,7 @@ class ScriptedTurns:
         self._is_learned = [*(demonstration.learned or (True,) * len(demonstration.turns))]
 
     def open(self, opening: Opening) -> None:
-        """Record the opening."""
+        """Record the environment's opening messages."""
         self.messages = [dict(message) for message in opening.messages]
         self.tools = opening.tools
 
@@ -97,8 +97,8 @@ class ScriptedTurns:
 
 
 class ScriptAgent:
-    """``EpisodeAgent`` that plays demonstrations and collects a row for each: task, kind, messages,
-    tools, success and reward."""
+    """``EpisodeAgent`` that plays demonstrations and collects a row for each of them: task, kind,
+    messages, tools, success and reward."""
 
     def __init__(self, scripts: Sequence[Demonstration], on_row: Callable[[], None]) -> None:
         self.rows: dict[int, dict[str, Any]] = {}

@@ -1,9 +1,10 @@
 """One episode in tokens: a policy and an environment take turns, and the result is a
 ``RolloutOutcome``.
 
-A ``TurnSource`` gets the environment's opening messages, returns a turn, and gets the environment's
-answer. Tokens are never decoded and encoded again: the prefix given to the engine at turn t is the
-list that is stored, and the trainer gets the same list (docs/reference/environment.md 9).
+A ``TurnSource`` gets the environment's opening messages, returns a turn, gets the environment's
+answer, and so on. Tokens are never decoded and encoded again: the prefix given to the engine at
+turn t is the list that is stored, and the trainer gets the same list (docs/reference/environment.md
+9).
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ class EpisodeLimits:
     """Limits of an episode."""
 
     max_turns: int
-    """Policy turns."""
+    """Maximum number of policy turns."""
     max_total_tokens: int
-    """Tokens of prompt and completion together."""
+    """Maximum number of tokens of prompt and completion together."""
     turn_tokens: int
-    """Tokens that must be free for a policy turn (the engine's max_new_tokens)."""
+    """Number of free tokens required before a policy turn (the engine's max_new_tokens)."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,18 @@ class EpisodeRequest:
     """Request for one episode."""
 
     index: int
-    """Position among the requests that are made together."""
+    """Index among the requests that are played together."""
     task: Task
     """The task."""
     sampling_seed: int | None = None
-    """Seed of the random numbers of its tokens; None: the engine's call decides
+    """Seed of the random numbers for the episode's tokens; None: the engine's call decides
     (``GenRequest.seed``)."""
 
 
 class TokenBuffer:
-    """The tokens of an episode: the prompt ids, and for the completion ids, logprobs, versions and
-    loss mask of equal lengths. ``turn_starts`` are the indices in the completion at which policy
-    turns begin."""
+    """Tokens of an episode: prompt ids, completion ids, and for each completion id its
+    log-probability, version and loss mask. ``turn_starts`` are the indices in the completion at
+    which policy turns begin."""
 
     def __init__(self, prompt_ids: Sequence[int], max_total_tokens: int) -> None:
         if not prompt_ids:
@@ -75,7 +76,7 @@ class TokenBuffer:
 
     @property
     def room(self) -> int:
-        """The number of tokens that still fit into the budget."""
+        """Number of tokens that still fit into the budget."""
         return self._max_total - len(self.prompt_ids) - len(self.completion_ids)
 
     def prefix(self) -> list[int]:
@@ -83,9 +84,9 @@ class TokenBuffer:
         return self.prompt_ids + self.completion_ids
 
     def append_policy(self, output: GenOutput, *, continues: bool = False) -> None:
-        """Add a sampled turn, or (``continues``) the next part of an interrupted one.
+        """Add a sampled turn or, with ``continues``, the next part of an interrupted one.
 
-        Raises ValueError if its ids, logprobs and versions differ in length or it exceeds the
+        Raises ValueError if its ids, logprobs and versions differ in length, or if it exceeds the
         budget.
         """
         count = len(output.token_ids)
@@ -115,8 +116,8 @@ class TokenBuffer:
         self._policy_spoke_last = True
 
     def append_environment(self, ids: Sequence[int]) -> None:
-        """Add template and observation tokens, which have no loss. Raises ValueError unless a
-        policy turn precedes."""
+        """Add template and observation tokens, which are excluded from the loss. Raises ValueError
+        if there is no policy turn before them."""
         if not self._policy_spoke_last:
             raise ValueError("environment tokens must follow a policy turn")
         self.completion_ids += ids
@@ -126,8 +127,8 @@ class TokenBuffer:
         self._policy_spoke_last = False
 
     def drop_environment(self) -> None:
-        """Remove the environment's tokens after the last policy turn, because no turn will
-        follow."""
+        """Remove the environment's tokens after the last policy turn, because no further turn
+        follows."""
         while self.completion_ids and not self.loss_mask[-1]:
             for column in (self.completion_ids, self.logprobs, self.versions, self.loss_mask):
                 column.pop()
@@ -170,8 +171,8 @@ def make_outcome(
     turns: Sequence[PlayedTurn] = (),
     **more: Any,
 ) -> RolloutOutcome:
-    """Return the outcome of an episode of ``task``; ``more`` are further fields of it. A failed
-    episode keeps its tokens, but has no reward."""
+    """Return the outcome of an episode of ``task``. ``more`` are further fields of the outcome. A
+    failed episode keeps its tokens, but has no reward."""
     valid = status in VALID_STATUSES
     columns = (
         tokens.columns()
@@ -194,14 +195,15 @@ def make_outcome(
 
 
 _SHRINK_ATTEMPTS = 6
-"""Attempts at shortening an observation before the episode ends for want of tokens."""
+"""Maximum number of attempts to shorten an observation before the episode ends for lack of
+tokens."""
 _MAX_CHARS_PER_TOKEN = 32
-"""Upper bound of the characters of a token. Longer tokens are runs of one character, which may be
-shortened."""
+"""Assumed maximum number of characters in a token. Longer tokens are runs of one character, which
+may be shortened."""
 
 
 class ContextFull(Exception):
-    """The engine's context has no room for another turn, although the token budget has."""
+    """Error: the engine's context has no room for another turn, although the token budget has."""
 
 
 class TurnSource(Protocol):
@@ -209,13 +211,13 @@ class TurnSource(Protocol):
 
     @property
     def tokens(self) -> TokenBuffer | None:
-        """The tokens of the episode; None before its opening, and always for a source without
+        """Tokens of the episode; None before its opening, and always for a source without
         tokens."""
         ...
 
     @property
     def last_turn_cut(self) -> bool:
-        """Whether the last turn was ended by a limit of tokens."""
+        """Whether the last turn was cut off by a token limit."""
         ...
 
     def open(self, opening: Opening) -> None:
@@ -242,15 +244,15 @@ class Conversation:
     limits: EpisodeLimits
     """Limits of the episode."""
     source: TokenSource
-    """Samples the tokens."""
+    """Source that samples the tokens."""
     slot: int
-    """Slot of the engine's cache that only this episode uses."""
+    """Slot of the engine's cache, reserved for this episode."""
     seed: int | None
     """Seed of the random numbers of its tokens."""
     system: Sequence[ChatMessage] = ()
-    """Messages before those of the environment."""
+    """System messages, which precede those of the environment."""
     tokens: TokenBuffer | None = None
-    """The tokens of the episode; None before its opening."""
+    """Tokens of the episode; None before its opening."""
     tools: Sequence[Mapping[str, Any]] = ()
     """Tools of the opening."""
     _ended: bool = True
@@ -262,7 +264,7 @@ class Conversation:
 
     @property
     def last_turn_cut(self) -> bool:
-        """Whether the last turn was ended by a limit of tokens."""
+        """Whether the last turn was cut off by a token limit."""
         return self._has_turn and not self._ended
 
     def open(self, opening: Opening) -> None:
@@ -313,8 +315,8 @@ class Conversation:
         raise ContextFull
 
     def observe(self, messages: Sequence[ChatMessage]) -> bool:
-        """Add the messages, long ones shortened until a policy turn fits after them; return whether
-        that worked."""
+        """Add the messages, shortening long ones until a policy turn fits after them; return
+        whether that succeeded."""
         assert self.tokens is not None
         ids = self._encode_within(messages, self.tokens.room - self.limits.turn_tokens)
         if ids is not None:
@@ -322,8 +324,8 @@ class Conversation:
         return ids is not None
 
     def _encode_within(self, messages: Sequence[ChatMessage], room: int) -> list[int] | None:
-        """Return the ids of the messages, long ones shortened until there are at most ``room`` ids;
-        None if that is impossible."""
+        """Return the token ids of the messages, shortening long ones until there are at most
+        ``room`` ids; None if that is impossible."""
         # Texts that cannot fit are shortened before the first encoding, which would block the event
         # loop for long.
         shown = _shorten_messages(messages, room * _MAX_CHARS_PER_TOKEN)
@@ -341,8 +343,8 @@ class Conversation:
 
 
 def _shorten_messages(messages: Sequence[ChatMessage], max_chars: int) -> list[ChatMessage]:
-    """Return the messages with the longest of them cut to one common length, such that all together
-    have at most ``max_chars`` characters."""
+    """Return the messages, with the longest ones cut to a common length so that all of them
+    together have at most ``max_chars`` characters."""
     sizes = sorted(len(message.get("content") or "") for message in messages)
     remaining = max(max_chars, 0)
     # From the shortest on: each message that fits into its equal share leaves the rest to the
@@ -360,15 +362,15 @@ def _shorten_messages(messages: Sequence[ChatMessage], max_chars: int) -> list[C
 
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15
-"""Difference of the seeds of consecutive rows: 2**64 divided by the golden ratio, so that they are
-far apart."""
+"""Difference between the seeds of consecutive rows: 2**64 divided by the golden ratio, so that the
+seeds are far apart."""
 _SEEDS = 1 << 63
-"""Seeds are below this number."""
+"""Upper bound (exclusive) of seeds."""
 
 
 @dataclass(frozen=True)
 class _SampledTurn:
-    """A policy turn in ids."""
+    """Token ids of a policy turn."""
 
     before: list[int]
     """Ids between the previous turn and this one."""
@@ -383,22 +385,22 @@ class TruncatingConversation(Conversation):
     """``Conversation`` for chat templates that drop old reasoning.
 
     It starts a new *row* (a training sequence) whenever the template leaves out reasoning that the
-    current row holds, because the policy's next prompt is then no extension of its previous tokens.
-    Each row has its own seed, and ``max_total_tokens`` bounds each row.
+    current row contains, because the policy's next prompt then does not extend its previous tokens.
+    Each row has its own seed, and ``max_total_tokens`` applies to each row.
 
     Consecutive rows share exact prefixes. A new row begins with the ids of the previous row up to
-    the first turn whose reasoning is dropped; from there on turns keep the ids that were sampled
+    the first turn whose reasoning is dropped. From there on, turns keep the ids that were sampled
     for their text, unless one token holds both reasoning and text.
     """
 
     _rows: list[tuple[TokenBuffer, int]] = field(default_factory=list)
-    """Finished rows, each with the number of its first turn."""
+    """Finished rows, each with the number of the first turn in it."""
     _first_turn: int = 0
     """Number of the first turn of the current row."""
     _turns: list[_SampledTurn] = field(default_factory=list)
     """All turns of the episode."""
     _before: list[int] = field(default_factory=list)
-    """Ids before the next turn, since the last one."""
+    """Ids that follow the last turn and precede the next one."""
     _shape: list[tuple[str, ...]] = field(default_factory=list)
     """Roles of the messages before each turn."""
     _dropped: set[int] = field(default_factory=set)
@@ -421,8 +423,8 @@ class TruncatingConversation(Conversation):
         return turn
 
     def observe(self, messages: Sequence[ChatMessage]) -> bool:
-        """Add the messages, in a new row if the template now drops reasoning; return whether a turn
-        fits after them."""
+        """Add the messages, in a new row if the template now drops reasoning; return whether
+        another turn fits after them."""
         assert self.tokens is not None
         shape = [*self._shape, _roles(messages)]
         forgotten = self.chat.forgotten(shape, self.tools)
@@ -451,8 +453,9 @@ class TruncatingConversation(Conversation):
         return True
 
     def split_rows(self, outcome: RolloutOutcome) -> RolloutOutcome:
-        """Return the outcome with one trajectory for each row: the last row is the main one,
-        earlier rows are its branches. A failed episode keeps one row, which is not trained on."""
+        """Return the outcome with one trajectory for each row: the last row is the main one, the
+        earlier rows are its branches. A failed episode keeps only one row, because it is not
+        trained on."""
         rows = [*self._rows, (self.tokens, self._first_turn)]
         rows_with_turns = [
             (tokens, first)
@@ -468,7 +471,7 @@ class TruncatingConversation(Conversation):
         return replace(last, branches=tuple(branches))
 
     def _encode_without_reasoning(self, dropped: set[int]) -> list[int]:
-        """Return the ids of the conversation so far, without the reasoning of the turns
+        """Return the token ids of the conversation so far, leaving out the reasoning of the turns
         ``dropped``."""
         ids: list[int] = []
         for number, turn in enumerate(self._turns):
@@ -486,7 +489,7 @@ def _roles(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
 
 
 class RecordingEnvironment:
-    """Environment ``env`` of one episode, with a record of its answers: ``opening`` and
+    """Wrapper of an episode's environment ``env`` that records its answers in ``opening`` and
     ``turns``."""
 
     def __init__(self, env: Environment) -> None:
@@ -515,7 +518,7 @@ def state_number(messages: Sequence[ChatMessage], key: str = "") -> int:
     """Return a signed 64-bit hash of the state in which a turn begins; it is the same in every
     process.
 
-    The state is the environment's ``state_key`` or, if there is none, the text of the messages that
+    The state is the environment's ``state_key`` or, if it has none, the text of the messages that
     the turn answers.
     """
     parts = [f"{each.get('role')}\0{each.get('content') or ''}" for each in messages]
@@ -525,25 +528,25 @@ def state_number(messages: Sequence[ChatMessage], key: str = "") -> int:
 
 
 _SOLVED = 1.0 - 1e-9
-"""Smallest metric ``success`` of a solved task: 1 with tolerance for rounding."""
+"""Minimum value of the metric ``success`` for a solved task: 1 with tolerance for rounding."""
 
 
 @dataclass
 class EpisodeProgress:
-    """State of a running episode, apart from its tokens."""
+    """State of a running episode, except for its tokens."""
 
     request: EpisodeRequest
-    """The request that it is played for."""
+    """The request that the episode is played for."""
     status: str = ""
     """Status of the finished episode; "" while it is running."""
     message: str = ""
-    """The error of a failed episode."""
+    """Error message of a failed episode."""
     task_text: str = ""
     """Text of the task: the user messages of the opening."""
     turns: list[PlayedTurn] = field(default_factory=list)
-    """Turns so far."""
+    """Turns played so far."""
     reward: float = 0.0
-    """Reward so far."""
+    """Sum of the rewards so far."""
     turn_rewards: list[float] = field(default_factory=list)
     """Contribution of each turn to the reward."""
     turn_states: list[int] = field(default_factory=list)
@@ -557,17 +560,17 @@ class EpisodeProgress:
     _state: int = 0
     """``state_number`` of the current state."""
     _started_at: float = field(default_factory=time.perf_counter)
-    """Time of its start, by ``time.perf_counter``."""
+    """Start time of the episode on ``time.perf_counter``."""
 
     @property
     def achieved(self) -> bool:
-        """Whether the task is solved, by the environment's metric ``success``."""
+        """Whether the task is solved according to the environment's metric ``success``."""
         return self.metrics.get("success", 0.0) >= _SOLVED
 
     @property
     def fraction_done(self) -> float:
-        """The solved fraction of the task from 0 to 1, by the metric ``progress``; without it, 0 or
-        1."""
+        """Solved fraction of the task from 0 to 1, which is the metric ``progress`` or, without
+        that, 1 if the task is solved and 0 if not."""
         return self.metrics.get("progress", float(self.achieved))
 
     def start(self, opening: Opening) -> str:
@@ -587,7 +590,7 @@ class EpisodeProgress:
     ) -> str:
         """Record a turn of the policy and the environment's answer; return the text of the answer.
 
-        Sets ``status`` if the episode ends with it. Raises EnvironmentFailure for a reward or
+        Sets ``status`` if this turn ends the episode. Raises EnvironmentFailure for a reward or
         metric that is not finite.
         """
         for name, value in (("reward", turn.reward), *turn.rewards.items(), *turn.metrics.items()):
@@ -631,7 +634,7 @@ class EpisodeProgress:
         return shown
 
     def build_outcome(self, source: TurnSource, *, out_of_turns: bool = False) -> RolloutOutcome:
-        """Return the outcome of the finished episode. ``out_of_turns``: see
+        """Return the outcome of the finished episode. For ``out_of_turns`` see
         ``RolloutOutcome.out_of_turns``."""
         return make_outcome(
             self.request.task,
@@ -661,8 +664,9 @@ async def play_episode(
 ) -> RolloutOutcome:
     """Play one episode from its reset to its outcome.
 
-    It has at most ``max_turns`` turns, or fewer if the task says so. A failure of the environment
-    or the engine is an outcome. Raises ValueError if the first prompt leaves no room for a turn.
+    It has at most ``max_turns`` turns, or fewer if the task sets a lower limit. A failure of the
+    environment or the engine is returned as an outcome. Raises ValueError if the first prompt
+    leaves no room for a turn.
     """
     progress = EpisodeProgress(request)
     turn_limit = request.task.limit_turns(max_turns)

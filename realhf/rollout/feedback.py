@@ -1,8 +1,8 @@
 """Feedback prompts for self-distillation: the prompt of an attempt extended by its errors or by a
 correct solution.
 
-The errors are those that the environment reported; the solution is that of another rollout of the
-group. With this prompt the policy serves as the teacher for the same attempt without it.
+The errors are those that the environment reported; the solution is another rollout of the group.
+The policy with this prompt is the teacher for the same attempt without it.
 
 Source: Hübotter et al. 2026, Reinforcement Learning via Self-Distillation (SDPO), its reprompting.
 """
@@ -20,27 +20,27 @@ from realhf.api.rollout import PlayedTurn, RolloutOutcome
 from realhf.base.text import shorten
 
 _ATTEMPTS = 6
-"""Attempts at shortening a text before it is left out."""
+"""Maximum number of attempts to shorten a feedback text before it is left out."""
 _MIN_CHARS = 16
-"""Shortest text, in characters, that is worth adding."""
+"""Minimum length of a feedback text in characters; a shorter one is left out."""
 _ERROR_STARTS = ("error:", '{"error"', "{'error'")
-"""Starts of the messages in which an environment reports an error of the policy
+"""Prefixes of the messages in which an environment reports an error made by the policy
 (``realhf.api.environment.Turn``)."""
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """Builder of the feedback prompts of a group."""
+    """Builder of feedback prompts for the rollouts of a group."""
 
     chat: TemplateChat
     """Chat template of the policy."""
     source: str
-    """``errors``, ``solved``, or ``any``: a solution of another rollout or, without one, the
-    errors."""
+    """``errors``, ``solved``, or ``any``: a solution from another rollout if there is one,
+    otherwise the errors."""
     max_added_tokens: int
-    """Tokens by which a prompt may grow."""
+    """Maximum number of tokens by which a prompt may grow."""
     max_total_tokens: int
-    """Limit of the prompt and its row together."""
+    """Maximum number of tokens of the feedback prompt and the row together."""
 
     @staticmethod
     def from_options(options: RolloutOptions, chat: TemplateChat) -> Feedback | None:
@@ -50,7 +50,8 @@ class Feedback:
         return Feedback(chat, options.feedback, options.feedback_tokens, options.max_total_tokens)
 
     def __call__(self, group: Sequence[RolloutOutcome]) -> list[RolloutOutcome]:
-        """Return the rollouts with ``feedback_prompt`` set in every row that there is feedback for.
+        """Return the rollouts with ``feedback_prompt`` set in every row for which there is
+        feedback.
 
         Raises ChatTemplateError.
         """
@@ -70,9 +71,10 @@ class Feedback:
         )
 
     def _build_prompt(self, row: RolloutOutcome, text: str) -> list[int]:
-        """Return the prompt of a row with the text in it.
+        """Return the prompt of a row with the feedback text added to it.
 
-        [] if there is no room for it, or if the row does not begin with the environment's opening.
+        Returns [] if there is no room for it, or if the row does not begin with the environment's
+        opening.
         """
         plain = self.chat.opening(row.opening, row.tools)
         room = min(
@@ -93,10 +95,11 @@ class Feedback:
 
 
 def feedback_text(rollout: RolloutOutcome, group: Sequence[RolloutOutcome], source: str) -> str:
-    """Return the feedback for a rollout; "" if there is none.
+    """Return the feedback text for a rollout; "" if there is none.
 
-    It is the turns of the first other rollout of ``group`` that solved the task or, if this rollout
-    did not solve it, its turns with an error; ``source`` says which of them are allowed.
+    It consists of the turns of the first other rollout of ``group`` that solved the task or, if
+    this rollout did not solve it, of the rollout's own turns with an error. ``source`` selects
+    which of these may be used.
     """
     if not rollout.valid:
         return ""
@@ -123,7 +126,7 @@ def _is_error(turn: PlayedTurn) -> bool:
 
 
 def _append_text(opening: Sequence[ChatMessage], text: str) -> list[ChatMessage]:
-    """Return the messages with a text appended to the last one of the user."""
+    """Return the messages with a text appended to the last user message."""
     last = max(
         (n for n, message in enumerate(opening) if message.get("role") == "user"),
         default=len(opening) - 1,

@@ -29,11 +29,13 @@ from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.service import ServiceClient, ServiceError
 
 _ATTEMPTS = 3
-"""Errors of living workers after which a request is given up."""
+"""Number of errors of living workers after which the client gives up a request."""
 _DEATHS = 4
-"""Worker deaths after which a request is given up: the request may be the cause."""
+"""Number of worker deaths after which the client gives up a request, because the request may be the
+cause."""
 _RECONNECT_S = 1.0
-"""Seconds after a broken connection until a worker that is still registered is tried again."""
+"""Seconds to wait after a broken connection before reconnecting to a worker that is still
+registered."""
 
 
 class _ConnectedWorker:
@@ -42,15 +44,16 @@ class _ConnectedWorker:
     def __init__(self, client: ServiceClient) -> None:
         self.client = client
         self.tokens = 0
-        """Prompt tokens of the requests in flight."""
+        """Number of prompt tokens of the requests in flight."""
 
 
 class GenerationClient:
-    """``TokenSource`` over all generation workers of the roster.
+    """``TokenSource`` that uses all generation workers of the roster.
 
     A slot stays with the worker that caches its keys and values; a new slot goes to the worker with
-    the fewest tokens in flight. When a worker dies, its requests, which hold all tokens so far, are
-    sent to another worker, at most a few times and within ``timeout_s`` of their start.
+    the fewest tokens in flight. When a worker dies, its requests are sent to another worker. They
+    contain all tokens so far. This is done at most a few times, and within ``timeout_s`` of a
+    request's start.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class GenerationClient:
         """Names of the registered workers by endpoint."""
         self._closed = False
         self._home: dict[int, str] = {}
-        """Endpoint of the worker of each slot."""
+        """Endpoint of the worker assigned to each slot."""
         self._changed = asyncio.Event()
         """Set when a worker is connected, then replaced by a new event."""
         self._freeing: set[asyncio.Task[None]] = set()
@@ -74,7 +77,7 @@ class GenerationClient:
         """Number of requests that were sent to another worker after a death."""
 
     def update(self, endpoints: Mapping[str, str]) -> None:
-        """Set the registered generation workers: name -> endpoint."""
+        """Set the registered generation workers, as a map from name to endpoint."""
         self._registered = (
             {} if self._closed else {endpoint: name for name, endpoint in endpoints.items()}
         )
@@ -86,8 +89,8 @@ class GenerationClient:
     async def generate(
         self, request: GenRequest, among: Collection[str] | None = None
     ) -> GenOutput:
-        """Return the rest of a turn from one of the generation workers, if given one of the names
-        ``among``.
+        """Return the rest of a turn from one of the generation workers; if ``among`` is given, from
+        one of those names.
 
         Raises GenerationFailed.
         """
@@ -121,7 +124,7 @@ class GenerationClient:
                 worker.tokens -= len(request.token_ids)
 
     def free(self, slots: Sequence[int]) -> None:
-        """Free the cache of these slots, whose episodes have finished.
+        """Free the cache entries of these slots, whose episodes have finished.
 
         The messages are sent at once, so that they precede the requests of the next episodes in
         these slots.
@@ -148,16 +151,16 @@ class GenerationClient:
         self._wake()
 
     async def _await_answer(self, request: asyncio.Future[Any]) -> None:
-        """Wait for the answer and ignore errors."""
+        """Wait for the answer to a request, ignoring errors."""
         with contextlib.suppress(PeerLost, TimeoutError, ServiceError):
             await asyncio.wait_for(request, self._timeout_s)
 
     async def _choose_endpoint(
         self, slot: int, deadline: float, among: Collection[str] | None
     ) -> str:
-        """Return the worker of a slot, after waiting until one is connected.
+        """Return the endpoint of the worker for a slot, after waiting until one is connected.
 
-        Raises GenerationFailed: after the deadline, or at once if none of ``among`` is registered.
+        Raises GenerationFailed after the deadline, or at once if none of ``among`` is registered.
         """
         while not (allowed := self._connected_endpoints(among)):
             if self._closed:
@@ -180,7 +183,8 @@ class GenerationClient:
         return home
 
     def _connected_endpoints(self, among: Collection[str] | None) -> list[str]:
-        """Return the endpoints of the connected workers that are allowed by ``among``."""
+        """Return the endpoints of the connected workers, only those named in ``among`` if it is
+        given."""
         return [end for end in self._workers if among is None or self._registered.get(end) in among]
 
     def _load(self, endpoint: str) -> tuple[int, str]:
@@ -196,10 +200,10 @@ class GenerationClient:
             self._wake()
 
     def _drop(self, endpoint: str, worker: _ConnectedWorker) -> None:
-        """Close a connection, whose requests fail with PeerLost, and reconnect later if the worker
-        is still registered.
+        """Close a connection, and reconnect later if the worker is still registered. Requests on
+        the connection fail with PeerLost.
 
-        A newer connection to the same endpoint is left alone.
+        If there already is a newer connection to the same endpoint, that one is kept.
         """
         worker.client.close()
         if self._workers.get(endpoint) is worker:
@@ -215,7 +219,7 @@ class ConstrainedTokens:
     """``TokenSource`` that sets ``fields`` of every ``GenRequest`` before it passes it on to
     ``tokens``.
 
-    With ``among``, ``tokens`` must be a ``GenerationClient``, which then uses only the workers of
+    With ``among``, ``tokens`` must be a ``GenerationClient``, which then uses only the workers with
     these names.
     """
 
@@ -232,13 +236,13 @@ class ConstrainedTokens:
         return await self._generate(replace(request, **self._fields), *self._among)
 
     def free(self, slots: Sequence[int]) -> None:
-        """Free the cache of these slots."""
+        """Free the cache entries of these slots."""
         self._tokens.free(slots)
 
 
 def build_answer(output: GenOutput) -> GenerateAnswer:
-    """Return the answer message of a generation worker. An aborted turn is "interrupted": the
-    client continues it."""
+    """Convert an engine's output to the answer message of a generation worker. An aborted turn is
+    "interrupted", so that the client continues it."""
     answer = GenerateAnswer(**vars(output))
     return (
         msgspec.structs.replace(answer, finish_reason="interrupted")
@@ -248,5 +252,6 @@ def build_answer(output: GenOutput) -> GenerateAnswer:
 
 
 def build_request(message: GenerateRequest, slot: int) -> GenRequest:
-    """Return the engine's request for a client's message, with the worker's own slot."""
+    """Convert a client's message to an engine's request, with the slot number that this worker
+    uses."""
     return GenRequest(**{**asdict(message), "slot": slot})

@@ -1,5 +1,5 @@
-"""Player of samples: a sample is a group of rollouts of one task, with a policy for failed
-rollouts."""
+"""Player of samples. A sample is a group of rollouts of one task; a policy decides what to do about
+failed rollouts."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from realhf.rollout.player import EpisodePlayer
 
 
 def sampling_seed(run_seed: int, sample_id: str, member: int) -> int:
-    """Return a 63-bit seed that is a function of the arguments only.
+    """Return a 63-bit seed that depends only on the arguments.
 
-    A rollout therefore draws the same random numbers wherever, whenever and together with whichever
-    others it is played, so that a synchronous and an asynchronous run sample alike.
+    A rollout therefore draws the same random numbers regardless of where, when and with which other
+    rollouts it is played, so that synchronous and asynchronous runs sample alike.
     """
     text = f"{run_seed}/{sample_id}/{member}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 class TokenTexts:
-    """Cached decoder of single tokens with ``tokenizer``. A token with a part of a character is
-    decoded to the replacement character."""
+    """Decoder of single tokens with a cache, based on ``tokenizer``. A token that holds only part
+    of a character is decoded to the replacement character."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -61,10 +61,10 @@ class TokenTexts:
 def held_out_tasks(
     spec: EnvironmentSpec, split: str, episodes_per_task: int, templates: int
 ) -> list[Task]:
-    """Return the instances of a split: for each template those with the seeds 0, 1, ...,
+    """Return the task instances of a split: for each template, those with the seeds 0, 1, ...,
     ``episodes_per_task`` - 1.
 
-    Of more than ``templates`` templates, that number is selected, evenly spread.
+    If there are more than ``templates`` templates, that many evenly spaced ones are selected.
     """
     tasks = spec.tasks(split)
     names = [*tasks.group_of]
@@ -78,16 +78,16 @@ def held_out_tasks(
 
 @dataclass(frozen=True)
 class RolloutRecording:
-    """Recording of played rollouts of one environment."""
+    """Recorder of the rollouts of one environment."""
 
     recorder: RolloutRecorder
-    """Where they are recorded."""
+    """Destination of the records."""
     env: str
     """Name of the environment."""
     gen: GenConfig
-    """Sampling options in training."""
+    """Sampling options used in training."""
     texts: TokenTexts | None = None
-    """Decoder of their tokens."""
+    """Decoder of the rollouts' tokens."""
 
     def record_training(
         self, id: str, rollouts: Sequence[RolloutOutcome], step: int, attempt: int = 0
@@ -98,7 +98,7 @@ class RolloutRecording:
     def record_evaluation(
         self, task: Task, rollouts: Sequence[RolloutOutcome], step: int, *, greedy: bool
     ) -> None:
-        """Record the episodes of one task of an evaluation after ``step`` steps; each evaluation
+        """Record the episodes of one task in an evaluation after ``step`` steps. Every evaluation
         has the same tasks."""
         name = "greedy" if greedy else "sampled"
         instance = f"{task.id}/{task.seed}"
@@ -117,7 +117,7 @@ class RolloutRecording:
 
 
 def episode_results(outcomes: Sequence[RolloutOutcome]) -> list[EpisodeResult]:
-    """Return the results of episodes for an evaluation's report."""
+    """Convert outcomes of episodes to results for an evaluation's report."""
     return [
         EpisodeResult(
             outcome.group,
@@ -132,7 +132,7 @@ def episode_results(outcomes: Sequence[RolloutOutcome]) -> list[EpisodeResult]:
 
 
 class GroupFailed(RuntimeError):
-    """Too few rollouts of a sample are valid, or its deadline passed.
+    """Error: too few rollouts of a sample are valid, or its deadline has passed.
 
     ``outcome`` is one of the failure outcomes of ``realhf.api.calls``.
     """
@@ -144,15 +144,15 @@ class GroupFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """Treatment of failed rollouts."""
+    """Rules for handling failed rollouts."""
 
     retries: int
-    """How often a failed rollout is played again, and a lost session resumed."""
+    """Number of times that a failed rollout is played again, and that a lost session is resumed."""
     min_valid: int | None = None
-    """Valid rollouts that a group needs; None: all."""
+    """Minimum number of valid rollouts in a group; None: all must be valid."""
 
     def accepts(self, group: Sequence[RolloutOutcome]) -> bool:
-        """Return whether enough rollouts of a group are valid."""
+        """Return whether a group has enough valid rollouts."""
         n_valid = sum(outcome.valid for outcome in group)
         size = len(group)
         return n_valid >= (size if self.min_valid is None else min(self.min_valid, size))
@@ -164,15 +164,15 @@ def find_first_failed(group: Sequence[RolloutOutcome]) -> RolloutOutcome:
 
 
 def describe_shortfall(group: Sequence[RolloutOutcome]) -> str:
-    """Return a text with the number of valid rollouts of a group and the error of the first invalid
-    one."""
+    """Return an error text with the number of valid rollouts of a group and the error of the first
+    invalid one."""
     failed = find_first_failed(group)
     n_valid = sum(outcome.valid for outcome in group)
     return f"{n_valid} of {len(group)} rollouts are valid; {failed.status}: {failed.message}"
 
 
 def failure_policy(name: str, retries: int, min_group_size: int) -> FailurePolicy:
-    """Return the policy that the configuration names. Raises ValueError for an unknown one."""
+    """Return the policy with the given configuration name. Raises ValueError for an unknown one."""
     if name == "fail_fast":
         return FailurePolicy(0)
     if name == "retry":
@@ -188,19 +188,19 @@ _OUTCOMES = MappingProxyType({POLICY_FAILED: ENGINE_ERROR, AGENT_FAILED: AGENT_E
 
 @dataclass
 class PlayedGroup:
-    """The rollouts of a sample."""
+    """Played rollouts of one sample."""
 
     outcomes: list[RolloutOutcome]
     """Outcomes of the members, in order."""
     seconds: float = 0.0
-    """Duration of the group."""
+    """Duration of the group, in seconds."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Failures by kind, including those that a retry mended."""
+    """Number of failures by kind, including those that a retry repaired."""
     retried: Counter[str] = field(default_factory=Counter)
-    """Retries by kind."""
+    """Number of retries by kind."""
 
     def statistics(self) -> dict[str, Any]:
-        """Return metrics, as JSON types, for the metadata of the sample."""
+        """Return metrics as JSON types, to be stored in the sample's metadata."""
         valid = [outcome for outcome in self.outcomes if outcome.valid]
         return {
             "episode_s": [round(outcome.timings.get("wall_s", 0.0), 4) for outcome in valid],
@@ -216,12 +216,17 @@ class PlayedGroup:
 
 
 class GroupPlayer:
-    """Player of samples on the slots of ``player``, ``group_size`` rollouts of a sample at once.
+    """Player of samples on the slots of ``player``, which plays the ``group_size`` rollouts of a
+    sample at once.
 
-    ``run_seed`` and the sample's id determine the random numbers of the tokens. ``policy`` is for
-    failed rollouts. ``held_out`` is the environment with its evaluation tasks; ``pinned(part)``
-    returns the source of tokens for a share of an evaluation. ``recorder``, ``gen``, ``texts``: see
-    ``RolloutRecording``.
+    Args:
+        player: Plays the episodes.
+        group_size: Number of rollouts of a sample.
+        run_seed: Determines, with the sample's id, the random numbers of the tokens.
+        policy: Rules for failed rollouts.
+        held_out: The environment with its evaluation tasks.
+        pinned: Function that returns the source of tokens for a share of an evaluation.
+        recorder, gen, texts: See ``RolloutRecording``.
     """
 
     def __init__(
@@ -285,8 +290,8 @@ class GroupPlayer:
     async def evaluate(self, part: EvaluationPart) -> list[EpisodeResult]:
         """Play a share of a held-out evaluation, each task once.
 
-        An episode whose environment fails is a result. Raises GroupFailed if no engine has these
-        weights any more.
+        An episode whose environment fails is also a result. Raises GroupFailed if no engine has the
+        share's weights any more.
         """
         tasks = held_out_tasks(self._held_out, part.split, part.episodes_per_task, part.templates)
         requests = [
@@ -312,7 +317,7 @@ class GroupPlayer:
 
 
 async def play_within_deadline(player: GroupPlayer, lease: RolloutLease) -> PlayedGroup:
-    """Play a sample within its deadline. Raises GroupFailed."""
+    """Play a sample within its deadline. Raises GroupFailed, also after the deadline."""
     try:
         async with asyncio.timeout(lease.deadline_s):
             return await player.play(lease)

@@ -1,4 +1,4 @@
-"""Interface of the ``actor_gen`` model function call: the actor plays groups of multi-turn
+"""Interface of the ``actor_gen`` model function call, in which the actor plays groups of multi-turn
 episodes."""
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from realhf.rollout.rollout_sample import outcomes_to_sample, transcript
 
 
 class ModelEngine:
-    """``BatchEngine`` on the generation engine of a model, with a seed."""
+    """``BatchEngine`` that uses a model's generation engine, with a seed."""
 
     def __init__(self, model: Model, chat: TemplateChat, config: GenConfig, seed: int) -> None:
         self.seconds = 0.0
-        """Time spent in generation."""
+        """Total time of generation, in seconds."""
         self.tokens = 0
-        """Tokens sampled."""
+        """Number of tokens sampled."""
         self._generator = model.engine.generator()
         self.context_limit = self._generator.context_limit
         self._stop_ids = chat.stop_ids
@@ -63,15 +63,15 @@ class ModelEngine:
         return outputs
 
     def free(self, slots: Sequence[int]) -> None:
-        """Free the cache of these slots, whose episodes have finished."""
+        """Free the cache entries of these slots, whose episodes have finished."""
         self._generator.free(slots)
 
 
 class EnvRolloutInterface:
-    """``generate`` plays the groups of a training step, ``evaluate`` held-out episodes of every
-    task.
+    """Interface whose ``generate`` plays the groups of a training step and whose ``evaluate`` plays
+    held-out episodes of every task.
 
-    ``args`` are ``RolloutOptions.to_args()``; TypeError for an unknown one.
+    ``args`` are ``RolloutOptions.to_args()``; raises TypeError for an unknown one.
     """
 
     def __init__(self, **args: Any) -> None:
@@ -187,7 +187,8 @@ class EnvRolloutInterface:
         context: CallContext,
         sampling_seeds: Sequence[Sequence[int]] | None = None,
     ) -> tuple[list[list[RolloutOutcome]], dict[str, Any]]:
-        """Play ``group`` episodes of every task; return the outcomes by task, and statistics."""
+        """Play ``group`` episodes of every task; return the outcomes of each task, and
+        statistics."""
         player = self._get_player(model, context)
         assert self._chat is not None
         engine = ModelEngine(model, self._chat, gen, context.seed)
@@ -226,7 +227,7 @@ class EnvRolloutInterface:
         ], stats
 
     def _get_player(self, model: Model, context: CallContext) -> BlockingPlayer:
-        """Return the player, which is created by the first call."""
+        """Return the player; the first call creates it."""
         if self._player is None:
             spec = self._environment()
             options = self._options
@@ -260,8 +261,8 @@ class EnvRolloutInterface:
 
 
 def _address(spec: EnvironmentSpec, context: CallContext) -> str:
-    """Return the address of the environment's service; "" if it has none. Raises RuntimeError if
-    none is registered."""
+    """Return the address of the environment's service; "" if it has no service. Raises RuntimeError
+    if a service is needed and none is registered."""
     if spec.launch is None:
         return ""
     urls = context.endpoints.get("env") or []
@@ -276,9 +277,9 @@ def _address(spec: EnvironmentSpec, context: CallContext) -> str:
 def rollout_statistics(outcomes: Sequence[RolloutOutcome]) -> dict[str, Any]:
     """Return the statistics of episodes.
 
-    Means over valid episodes, also of success by group and of named rewards and metrics; for each
-    mean the number of episodes that it is over (``MEANS_OVER``); and the number of failed episodes
-    by status.
+    These are means over valid episodes, including success by group and the named rewards and
+    metrics; for each mean, the number of episodes that it covers (``MEANS_OVER``); and the number
+    of failed episodes by status.
     """
     valid = [outcome for outcome in outcomes if outcome.valid]
     means = {

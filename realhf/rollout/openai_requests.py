@@ -21,7 +21,7 @@ from realhf.api.messages import message_problems
 from realhf.api.tool_parser import CallProblem, read_json
 
 _WHOLE_FLOATS = 2.0**53
-"""Below this number every integer has an exact float."""
+"""Every integer below this number can be represented exactly as a float."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class OpenAiCall:
     name: str
     """Name of the tool."""
     arguments: str = field(compare=False)
-    """JSON text of the arguments, as it was written."""
+    """JSON text of the arguments, as the client or the policy wrote it."""
     _value: str = ""
     """Canonical JSON of the arguments."""
 
@@ -46,18 +46,18 @@ class OpenAiMessage:
     """One message of a conversation."""
 
     role: str
-    """Role in the form of chat templates: system, user, assistant or tool."""
+    """Role name as in chat templates: system, user, assistant or tool."""
     content: str
     """Text of the message."""
     calls: tuple[OpenAiCall, ...] = ()
     """Tool calls of an assistant's message."""
     call_id: str = ""
-    """For the role ``tool``, the id of the call that it answers."""
+    """For the role ``tool``: id of the call whose result this is."""
     name: str = ""
-    """For the role ``tool``, the name of the called tool; "" if no earlier call has this id."""
+    """For the role ``tool``: name of the called tool; "" if no earlier call has this id."""
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message in the form of the chat API, which chat templates read."""
+        """Return the message in the form of the chat API, which chat templates expect."""
         body: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.calls:
             body["tool_calls"] = [call_body(call) for call in self.calls]
@@ -68,16 +68,16 @@ class OpenAiMessage:
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools of a request."""
+    """Tools offered in a request."""
 
     schemas: tuple[Mapping[str, Any], ...] = ()
     """Descriptions of the tools in the form of the chat API."""
     read_calls: bool = False
-    """Whether calls in the policy's answer are parsed; otherwise they stay text."""
+    """Whether calls in the policy's answer are parsed; otherwise they remain text."""
 
     @property
     def key(self) -> str:
-        """A text that identifies the tools as the policy sees them."""
+        """String that identifies the tools as the policy sees them."""
         return json.dumps(self.schemas)
 
 
@@ -85,7 +85,7 @@ NO_TOOLS = Tools()
 
 
 def call_body(call: OpenAiCall) -> dict[str, Any]:
-    """Return a call in the form of the chat API."""
+    """Convert a call to the form of the chat API."""
     return {
         "id": call.id,
         "type": "function",
@@ -96,10 +96,11 @@ def call_body(call: OpenAiCall) -> dict[str, Any]:
 def build_message(
     turn: AssistantMessage, prompt: Sequence[int], ids: Sequence[int]
 ) -> OpenAiMessage:
-    """Return the message that a client gets for a turn sampled as ``ids`` after ``prompt``.
+    """Return the message that a client gets for a turn that was sampled as ``ids`` after
+    ``prompt``.
 
-    The ids of its calls are a hash of ``prompt`` and ``ids``. Calls that could not be parsed stay
-    in the content; if there are no others, the content is the whole text.
+    The ids of its calls are a hash of ``prompt`` and ``ids``. Calls that could not be parsed remain
+    in the content. If no call could be parsed, the content is the whole text.
     """
     calls = [call for call in turn.tool_calls if not call.problem]
     if not calls:
@@ -121,8 +122,8 @@ def build_message(
 
 
 def canonical_json(text: str) -> str:
-    """Return ``text`` as canonical JSON, or unchanged if it is no JSON that all parsers read
-    alike."""
+    """Return ``text`` as canonical JSON, or unchanged if it is not JSON that every parser reads the
+    same way."""
     words = text.strip()
     try:
         value, end = read_json(words, 0)
@@ -146,14 +147,14 @@ def _normalize_numbers(value: Any) -> Any:
 
 
 def _call_id(digest: bytes, number: int) -> str:
-    """Return an id of nine letters and digits, as some chat templates require."""
+    """Return a call id of nine letters and digits, the form that some chat templates require."""
     return "c" + hashlib.blake2b(digest + number.to_bytes(4, "big"), digest_size=4).hexdigest()
 
 
 MAX_MESSAGES = 512
-"""Messages of one request."""
+"""Maximum number of messages in a request."""
 MAX_TOOLS = 128
-"""Tools of one request."""
+"""Maximum number of tools in a request."""
 _ROLES = {
     "system": "system",
     "developer": "system",
@@ -161,11 +162,11 @@ _ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
-"""Roles of the API and the roles that chat templates know them by."""
+"""Maps each role of the API to the role that chat templates use."""
 
 
 class ApiError(Exception):
-    """An error answer of the OpenAI API: HTTP status, code and message."""
+    """Error response of the OpenAI API, with HTTP status, code and message."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -187,7 +188,7 @@ class TextPart(BaseModel):
 
 def _check_content(content: object) -> object:
     """Raise ValueError for content other than text. This runs before pydantic's union check, whose
-    errors would name the types of the union and not the problem."""
+    errors would name the union's types instead of the problem."""
     if content is not None and not isinstance(content, str | list):
         raise ValueError("must be text, a list of parts of text, or null")
     for number, part in enumerate(content if isinstance(content, list) else ()):
@@ -204,7 +205,7 @@ def _check_content(content: object) -> object:
 
 
 class FunctionCall(BaseModel):
-    """Function and arguments of a call, the latter as JSON text."""
+    """Function name of a call, and its arguments as JSON text."""
 
     name: str = Field(min_length=1, max_length=256)
     arguments: str
@@ -219,7 +220,7 @@ class CallPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One message of a conversation; ``content`` is a text, a list of text parts, or null."""
+    """One message of a conversation; ``content`` is a string, a list of text parts, or null."""
 
     role: str
     content: Annotated[str | list[TextPart] | None, BeforeValidator(_check_content)] = None
@@ -227,7 +228,7 @@ class ChatMessage(BaseModel):
     tool_call_id: str | None = Field(None, max_length=256)
 
     def text(self) -> str:
-        """Return the whole content."""
+        """Return the whole content as one string."""
         return (
             self.content
             if isinstance(self.content, str)
@@ -242,8 +243,8 @@ class ChatMessage(BaseModel):
 
 
 class Function(BaseModel):
-    """Description of a function. Other keys, such as ``description``, are not checked: they are for
-    the policy."""
+    """Description of a function. Other keys, such as ``description``, are not checked because only
+    the policy reads them."""
 
     name: str = Field(min_length=1, max_length=256)
     parameters: dict[str, Any] | None = None
@@ -270,11 +271,11 @@ class StreamOptions(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    """Body of a request: the fields that are honoured and those that are refused.
+    """Body of a request: the fields that the endpoint honours or refuses.
 
-    The policy is sampled as it is trained: temperature, top_p, max_tokens, seed and the like are
+    The policy is sampled as it is trained, so temperature, top_p, max_tokens, seed and the like are
     ignored, as are unknown fields. For the same reason the policy cannot be forced to call a tool,
-    or just one: ``tool_choice`` is auto or none.
+    or limited to one call: ``tool_choice`` is auto or none.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -322,7 +323,7 @@ class ChatRequest(BaseModel):
         return messages
 
     def parse_tools(self) -> Tools:
-        """Return the tools; with the choice ``none`` the policy still sees them."""
+        """Return the tools. With ``tool_choice`` none, the policy still sees them."""
         schemas = tuple(self.tools or ())
         return Tools(schemas, bool(schemas) and self.tool_choice in (None, "auto"))
 

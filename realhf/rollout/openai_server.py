@@ -1,9 +1,9 @@
-"""OpenAI-compatible chat endpoint on the loopback, with one base URL for each session:
+"""OpenAI-compatible chat endpoint on the loopback interface, with one base URL for each session:
 ``/sessions/<id>/v1``.
 
 ``POST .../v1/chat/completions`` (also streamed), ``GET .../v1/models``, and ``POST
 /sessions/<id>/reward`` with ``{"reward": x}`` or ``{"rewards": {id of a completion: x}}``, which
-ends the session. Sessions are created by the process itself, never over HTTP.
+ends the session. Sessions are created only within this process, never over HTTP.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from realhf.rollout.openai_sessions import OpenAiSession, OpenAiSessions, OpenTu
 from realhf.web.connections import guarded_http
 
 MAX_BODY_BYTES = 1 << 20
-"""Largest body of a request."""
+"""Maximum size of a request's body, in bytes."""
 MODEL = "policy"
-"""Name of the model in answers; requests may use any name."""
+"""Model name in answers; requests may use any name."""
 _SERVED = "POST chat/completions, GET models and, next to /v1, POST reward"
-"""Routes below the address of a session, for error messages."""
+"""Available routes below a session's address, for error messages."""
 
 
 def build_completion(turn: OpenTurn, chat: TemplateChat, *, logprobs: bool) -> dict[str, Any]:
@@ -76,7 +76,7 @@ async def stream_chunks(
 
 
 def model_list() -> dict[str, Any]:
-    """Return the list of models, which is the policy alone."""
+    """Return the model list, whose only entry is the policy."""
     return {
         "object": "list",
         "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "realhf"}],
@@ -89,10 +89,10 @@ def _event(body: dict[str, Any]) -> str:
 
 
 def _content(turn: OpenTurn) -> dict[str, Any]:
-    """Return the content and the calls of a message.
+    """Return the fields ``content`` and ``tool_calls`` of a message.
 
-    With calls, an empty content is null and reasoning has a field of its own; without calls it
-    stays in the content.
+    With tool calls, an empty content is null and reasoning is in a separate field. Without tool
+    calls, reasoning stays in the content.
     """
     answer = turn.answer
     if not answer.calls:
@@ -139,7 +139,7 @@ def _logprobs(turn: OpenTurn, chat: TemplateChat) -> dict[str, Any]:
 
 class RewardReport(BaseModel):
     """Body of ``POST /sessions/<id>/reward``: one reward for all conversations of the session, or
-    one for each conversation, by the id of a completion in it."""
+    one reward per conversation, keyed by the id of a completion in it."""
 
     reward: float | None = None
     rewards: dict[str, float] | None = Field(None, min_length=1)
@@ -151,12 +151,13 @@ class RewardReport(BaseModel):
         return self
 
     def to_reward(self) -> Reward:
-        """Return the reward or rewards."""
+        """Return the reported reward, or the rewards by completion id."""
         return self.rewards or self.reward or 0.0
 
 
 def build_app(sessions: OpenAiSessions) -> FastAPI:
-    """Return the application. It must be served on the event loop that ``sessions`` are used on."""
+    """Return the application. It must be served on the event loop on which ``sessions`` are
+    used."""
     app = FastAPI(title="realhf policy", openapi_url=None)
     app.add_middleware(_BodyLimit)
     _add_errors(app)
@@ -196,8 +197,8 @@ def build_app(sessions: OpenAiSessions) -> FastAPI:
 async def _wait_while_connected(
     sampling: Coroutine[Any, Any, OpenTurn], request: Request
 ) -> OpenTurn | None:
-    """Return the sampled turn. If the client disconnects first, cancel the sampling and return
-    None."""
+    """Wait for a turn to be sampled and return it. If the client disconnects first, cancel the
+    sampling and return None."""
     work = asyncio.ensure_future(sampling)
     disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
@@ -215,8 +216,8 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 
 class _BodyLimit:
-    """Middleware that refuses a body that is too long or has no Content-Length, before it is
-    read."""
+    """Middleware that refuses a request body that is too long or has no Content-Length, without
+    reading it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -260,17 +261,18 @@ def _add_errors(app: FastAPI) -> None:
 
 
 _START_S = 10.0
-"""Seconds that the server has to start."""
+"""Seconds that the server gets to start."""
 _STOP_S = 3.0
-"""Seconds that the server has to stop."""
+"""Seconds that the server gets to stop."""
 
 
 class _Server(uvicorn.Server):
-    """Server without signal handlers: signals belong to the process that it is a part of."""
+    """Uvicorn server that installs no signal handlers, because signals are handled by the process
+    around it."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install no signal handlers."""
+        """Context manager that does nothing: it installs no signal handlers."""
         yield
 
 
@@ -299,8 +301,8 @@ class OpenAiServer:
         return f"{self.url}/sessions/{session.key}/v1"
 
     async def start(self) -> None:
-        """Start on a free port, unless it is running. Raises RuntimeError if the server does not
-        start."""
+        """Start the server on a free port, unless it is already running. Raises RuntimeError if it
+        does not start."""
         if self._serving is not None and not self._serving.done():
             return
         listener = socket.create_server(("127.0.0.1", 0))

@@ -3,8 +3,8 @@
 An agent sends whole conversations as messages. Messages that extend a conversation of the session
 (with the same tools, and the policy's turns equal to those returned) continue it with its ids;
 nothing is tokenised twice. Messages that deviate from a conversation after some policy turn
-*branch* off there: they begin another trajectory, whose prompt are the ids up to that point. All
-other messages start a new conversation. This module does no I/O.
+*branch* off there: they begin another trajectory, whose prompt consists of the ids up to that
+point. All other messages start a new conversation. This module does no I/O.
 
 The id of a session is a capability: it cannot be guessed, and a client that knows it may use the
 session.
@@ -34,15 +34,15 @@ from realhf.rollout.episode import EpisodeLimits, TokenBuffer, make_outcome, sta
 from realhf.rollout.openai_requests import NO_TOOLS, ApiError, OpenAiMessage, Tools, build_message
 
 _SLOT_STRIDE = 1 << 40
-"""Difference of the cache slots of consecutive conversations of a session; more than there are
-slots of sessions."""
+"""Difference between the cache slots of consecutive conversations of a session; it exceeds the
+number of slots of sessions."""
 _SEED_STRIDE = 0x9E3779B97F4A7C15
-"""Difference of the seeds of consecutive conversations: 2**64 divided by the golden ratio."""
+"""Difference between the seeds of consecutive conversations: 2**64 divided by the golden ratio."""
 
 
 @dataclass(frozen=True)
 class TurnMark:
-    """The end of a policy turn in a conversation."""
+    """Position in a conversation at which a policy turn ends."""
 
     messages: int
     """Number of messages up to and including the turn."""
@@ -65,23 +65,24 @@ class Branch:
     seed: int | None
     """Seed of the random numbers of its tokens."""
     tokens: TokenBuffer
-    """Its tokens."""
+    """Tokens of the conversation."""
     tools: str
-    """``Tools.key`` of its tools."""
+    """``Tools.key`` of the tools in the conversation's requests."""
     messages: list[OpenAiMessage] = field(default_factory=list)
     """The messages that ``tokens`` encodes."""
     marks: list[TurnMark] = field(default_factory=list)
-    """The ends of the policy's turns."""
+    """Ends of the policy's turns, in order."""
     busy: bool = False
     """Whether a turn is being sampled."""
 
     @property
     def n_sampled(self) -> int:
-        """The number of tokens that the policy sampled."""
+        """Number of tokens that the policy sampled."""
         return sum(self.tokens.loss_mask)
 
     def states(self) -> list[int]:
-        """Return the ``state_number`` of the messages that each of the policy's turns answers."""
+        """Return, for each of the policy's turns, the ``state_number`` of the messages that it
+        answers."""
         begins = [0, *(mark.messages for mark in self.marks)]
         answered = [
             self.messages[begin : mark.messages - 1]
@@ -115,15 +116,15 @@ class Branch:
 
 @dataclass
 class OpenTurn:
-    """A policy turn in progress. Its branch changes only when the turn is kept. ``prompt`` are all
-    ids before it."""
+    """A policy turn in progress. Its branch changes only when the turn is kept. ``prompt`` contains
+    all ids before the turn."""
 
     branch: Branch
-    """The conversation that it continues."""
+    """The conversation that the turn continues."""
     messages: list[OpenAiMessage]
-    """Messages that the branch does not have yet."""
+    """Messages that have not been added to the branch yet."""
     between: list[int]
-    """Ids between those of the branch and the turn."""
+    """Ids that follow those of the branch and precede the turn."""
     tools: Tools = NO_TOOLS
     """Tools of the request."""
     parts: list[GenOutput] = field(default_factory=list)
@@ -140,26 +141,26 @@ class OpenTurn:
 
     @property
     def ids(self) -> list[int]:
-        """The token ids sampled so far."""
+        """Token ids sampled so far."""
         return [token for part in self.parts for token in part.token_ids]
 
     @property
     def logprobs(self) -> list[float]:
-        """The log-probabilities of ``ids``."""
+        """Log-probabilities of ``ids``."""
         return [value for part in self.parts for value in part.logprobs]
 
     @property
     def finish_reason(self) -> str:
-        """Why the last part ended (see ``GenOutput``)."""
+        """Finish reason of the last part (see ``GenOutput``)."""
         return self.parts[-1].finish_reason
 
     @property
     def text(self) -> str:
-        """The whole text of the turn."""
+        """Whole text of the turn."""
         return self.parsed.text
 
     def request(self) -> GenRequest:
-        """Return the engine's request for the rest of the turn."""
+        """Return the engine's request to generate the rest of the turn."""
         ids = self.ids
         return GenRequest(self.branch.slot, self.prompt + ids, len(ids), self.branch.seed)
 
@@ -167,9 +168,9 @@ class OpenTurn:
 class TokenLedger:
     """All conversations of one session.
 
-    ``slot`` is the cache slot and ``seed`` the seed of the first conversation; those of others are
-    derived from them. ``limits`` bound each trajectory, and the number of policy turns of the
-    session.
+    ``slot`` and ``seed`` are the cache slot and the seed of the first conversation; those of the
+    other conversations are derived from them. ``limits`` apply to each trajectory, and to the
+    number of policy turns of the session.
     """
 
     def __init__(
@@ -177,13 +178,14 @@ class TokenLedger:
     ) -> None:
         self.branches: list[Branch] = []
         self.slots: list[int] = []
-        """Cache slots of all conversations, including those without a kept turn."""
+        """Cache slots of all conversations, including conversations without a kept turn."""
         self.turns = 0
         """Number of kept turns."""
         self.limit_hit = ""
-        """Status of the limit at which the last turn was refused; "" after another turn is kept."""
+        """Status for the limit at which the last turn was refused; "" once another turn is kept."""
         self.refusals: dict[str, str] = {}
-        """Status of each limit that was hit, by the code and by the message of the refusal."""
+        """Episode status for each limit that was hit, keyed by the refusal's code and also by its
+        message."""
         self._n_running = 0
         self._chat = chat
         self._limits = limits
@@ -193,7 +195,8 @@ class TokenLedger:
     def begin(self, messages: Sequence[OpenAiMessage], tools: Tools = NO_TOOLS) -> OpenTurn:
         """Start the turn that follows ``messages``.
 
-        Raises ApiError beyond a limit, and if the model's chat template cannot render the messages.
+        Raises ApiError if a limit is exceeded, or if the model's chat template cannot render the
+        messages.
         """
         limits = self._limits
         # Running turns count as well; otherwise concurrent requests could exceed the limit
@@ -218,16 +221,16 @@ class TokenLedger:
         return turn
 
     def is_out_of_turns(self, task: Task) -> bool:
-        """Return whether the limit of turns is reached although the task itself allows more."""
+        """Return whether the turn limit is reached although the task itself allows more turns."""
         return self.turns >= self._limits.max_turns and task.allows_more_than(
             self._limits.max_turns
         )
 
     def add(self, turn: OpenTurn, output: GenOutput) -> bool:
-        """Add an output of the engine; return whether the turn is complete.
+        """Add an output of the engine to a turn; return whether the turn is complete.
 
-        Raises ValueError for an invalid output, and ApiError if the engine's context is full before
-        the turn.
+        Raises ValueError for an invalid output, and ApiError if the engine's context leaves no room
+        for the turn.
         """
         count = len(output.token_ids)
         interrupted = output.finish_reason == "interrupted"
@@ -257,7 +260,7 @@ class TokenLedger:
         return True
 
     def keep(self, turn: OpenTurn) -> None:
-        """Add a complete turn, which the agent gets, to its trajectory."""
+        """Add a complete turn to its trajectory, because it is returned to the agent."""
         branch = turn.branch
         self.limit_hit = ""
         if turn.between:
@@ -282,8 +285,8 @@ class TokenLedger:
         self._n_running -= 1
 
     def find_turn(self, message: OpenAiMessage) -> AssistantMessage | None:
-        """Return the latest turn of the policy that was answered with ``message``; None if there is
-        none."""
+        """Return the policy's latest turn that was returned to the agent as ``message``; None if
+        there is none."""
         for branch in reversed(self.branches):
             for mark in reversed(branch.marks):
                 if branch.messages[mark.messages - 1] == message:
@@ -291,13 +294,13 @@ class TokenLedger:
         return None
 
     def sort_branches(self) -> list[Branch]:
-        """Return the trajectories with the main one first: most sampled tokens first, among equals
-        the latest first."""
+        """Return the trajectories, the main one first: ordered by the number of sampled tokens, the
+        most first, and among equals the latest first."""
         return sorted(reversed(self.branches), key=lambda branch: -branch.n_sampled)
 
     def _open_turn(self, messages: Sequence[OpenAiMessage], tools: Tools) -> OpenTurn:
-        """Return the turn after ``messages``: in a conversation that they continue, in a branch, or
-        in a new one."""
+        """Return a turn that follows ``messages``: in a conversation that they continue, in a
+        branch of one, or in a new conversation."""
         key = tools.key
         branch, mark = self._find_continuation(messages, key)
         if branch is None or mark is None:
@@ -318,11 +321,11 @@ class TokenLedger:
     def _find_continuation(
         self, messages: Sequence[OpenAiMessage], tools: str
     ) -> tuple[Branch | None, TurnMark | None]:
-        """Return the conversation and the policy turn in it that ``messages`` continue, or (None,
-        None).
+        """Return the conversation that ``messages`` continue and the policy turn after which they
+        do, or (None, None).
 
         ``messages`` must equal the conversation up to that turn and add no further assistant
-        message. A turn that is the last one of an idle conversation is preferred: it can be
+        message. A turn that is the last one of an idle conversation is preferred, because it can be
         continued without a branch.
         """
         best: tuple[Branch | None, TurnMark | None] = (None, None)
@@ -356,8 +359,8 @@ class TokenLedger:
         )
 
     def _refuse(self, status: str, code: str, message: str) -> ApiError:
-        """Record that a limit was hit, with the status that it gives the episode, and return the
-        error to raise."""
+        """Record that a limit was hit, with the status that it gives the episode; return the error
+        to raise."""
         self.limit_hit = status
         self.refusals |= {code: status, message: status}
         return ApiError(400, code, message)
@@ -368,29 +371,29 @@ def _to_dicts(messages: Sequence[OpenAiMessage]) -> list[dict[str, Any]]:
 
 
 MAX_SESSIONS = 4096
-"""Open sessions of an endpoint."""
+"""Maximum number of open sessions of an endpoint."""
 MAX_AT_ONCE = 16
-"""Concurrent requests of a session."""
+"""Maximum number of concurrent requests of a session."""
 Reward = float | Mapping[str, float]
-"""The reward of all trajectories of a session, or of each one by the id of a completion in it. If
-several completions of one trajectory are named, the latest counts; a trajectory that no id names is
-left out."""
+"""Reward of all trajectories of a session, or a map from the ids of completions to the rewards of
+their trajectories. If several completions of one trajectory are named, the latest counts. A
+trajectory without a named completion is left out."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How an episode ended; the basis of the outcomes of its trajectories."""
+    """How an episode ended; the outcomes of its trajectories are built from it."""
 
     status: str
     """Status of the episode, as in ``realhf.api.rollout``."""
     reward: Reward | None = None
-    """The reward; None: the one reported to the session."""
+    """The reward; None: use the one reported to the session."""
     achieved: bool = False
     """Whether the task is solved."""
     progress: float = 0.0
     """Solved fraction of the task."""
     message: str = ""
-    """The error of a failed episode."""
+    """Error message of a failed episode."""
     task: Task = field(default_factory=lambda: Task(""))
     """The task."""
     task_text: str = ""
@@ -398,16 +401,17 @@ class Ending:
 
 
 class OpenAiSession:
-    """One agent's session: sampling of turns, and the reported reward. Use it on one event loop."""
+    """Session of one agent, which samples turns and takes the reported reward. Use it on one event
+    loop."""
 
     def __init__(self, key: str, ledger: TokenLedger, llm: TokenSource) -> None:
         self.key = key
-        """Id of the session, which is a secret."""
+        """Id of the session, which must stay secret."""
         self.ledger = ledger
         self.reward: Reward | None = None
         """The reported reward."""
         self.engine_error: GenerationFailed | None = None
-        """The last failure of the engine, until a later request succeeds."""
+        """The last failure of the engine; None again once a later request succeeds."""
         self.ended = asyncio.Event()
         self._llm = llm
         self._running: set[asyncio.Task[None]] = set()
@@ -448,10 +452,10 @@ class OpenAiSession:
         return turn
 
     def keep(self, turn: OpenTurn) -> None:
-        """Add a sampled turn, which the agent gets, to its trajectory.
+        """Add a sampled turn to its trajectory, because it is returned to the agent.
 
-        Raises ApiError and drops the turn if the session has ended: its outcome may exist already
-        and share the lists that the turn would be added to.
+        Raises ApiError and drops the turn if the session has ended: its outcome may already exist
+        and share the lists to which the turn would be added.
         """
         if self.ended.is_set():
             self.discard(turn)
@@ -481,7 +485,7 @@ class OpenAiSession:
         self._llm.free(self.ledger.slots)
 
     def find_limit(self, error: BaseException) -> str:
-        """Return the status of the limit whose refusal caused an exception of the agent; "" if none
+        """Return the status of the limit whose refusal caused an exception in the agent; "" if none
         did.
 
         A refusal is recognised by its code or message, or by status 400 with the address of this
@@ -503,8 +507,8 @@ class OpenAiSession:
     def outcomes(self, ending: Ending) -> list[RolloutOutcome]:
         """Return the outcomes of the session's trajectories, the main one first.
 
-        If the agent made no request, there is one without tokens. All have the same reward unless
-        there is one for each (``Reward``).
+        If the agent made no request, there is one outcome without tokens. All outcomes have the
+        same reward unless rewards were given by completion (``Reward``).
         """
         branches = self.ledger.sort_branches()
         reward = self.reward if ending.reward is None else ending.reward
@@ -571,8 +575,8 @@ class OpenAiSessions:
     def open(
         self, llm: TokenSource, *, slot: int, seed: int | None = None, max_turns: int = 0
     ) -> OpenAiSession:
-        """Open a session with tokens from ``llm`` and at most ``max_turns`` turns (0: as the limits
-        say).
+        """Open a session that samples from ``llm``, with at most ``max_turns`` turns (0: the number
+        in the limits).
 
         Raises RuntimeError if there are too many open sessions.
         """
@@ -600,7 +604,7 @@ class OpenAiSessions:
 
 
 def read_reward(value: object) -> Reward:
-    """Return a reward as plain floats. Raises ValueError, with the reason, if ``value`` is no
+    """Return a reward as plain floats. Raises ValueError, with the reason, if ``value`` is not a
     reward."""
     if isinstance(value, Mapping):
         if not value:
@@ -619,8 +623,8 @@ def _read_number(value: object) -> float:
 
 
 def _check_replies(reward: Reward, branches: Sequence[Branch]) -> Reward:
-    """Return the reward. Raises ValueError if it names the id of no completion of these
-    conversations."""
+    """Return the reward. Raises ValueError if it contains an id that does not belong to a
+    completion of these conversations."""
     replies = {mark.reply for branch in branches for mark in branch.marks}
     for reply in reward if isinstance(reward, Mapping) else ():
         if reply not in replies:
@@ -629,8 +633,8 @@ def _check_replies(reward: Reward, branches: Sequence[Branch]) -> Reward:
 
 
 def _find_reward(rewards: Mapping[str, float], branch: Branch) -> float | None:
-    """Return the reward of a conversation by the latest of its completions that has one; None if
-    none has."""
+    """Return the reward of the latest completion of a conversation that has one; None if none
+    has."""
     return next(
         (rewards[mark.reply] for mark in reversed(branch.marks) if mark.reply in rewards), None
     )

@@ -3,7 +3,7 @@
 A player has *slots*. Each slot has an environment and a slot of the engine's cache, and plays one
 episode after another. Runs differ by the objects they pass in: the source of tokens
 (``TokenSource``), the order in which slots take episodes (``SlotOrder``, for runs that must not
-depend on timing), the agent (``EpisodeAgent``), and the treatment of failed episodes (retries here;
+depend on timing), the agent (``EpisodeAgent``), and the handling of failed episodes (retries here;
 for groups a ``FailurePolicy``). Source: docs/reference/environment.md 9.
 """
 
@@ -45,39 +45,40 @@ from realhf.rollout.episode import (
 
 T = TypeVar("T")
 _RESENDS = 8
-"""Repetitions of a request that the environment reports as not executed."""
+"""Maximum number of times that a request is sent again if the environment reports that it was not
+executed."""
 # Exponential back-off between attempts, in seconds.
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.5
 _CLOSE_S = 5.0
-"""Seconds that an environment has to close."""
+"""Seconds that an environment gets to close."""
 _log = logging.getLogger(__name__)
 
 
 class ReplayDiverged(EnvironmentFailure):
-    """A new instance answered the replayed turns differently from the lost one, so the episode
-    cannot be resumed."""
+    """Error: a new environment instance answered the replayed turns differently from the lost one,
+    so the episode cannot be resumed."""
 
     def __init__(self, message: str) -> None:
         super().__init__("lost", message)
 
 
 class SlotEnvironment:
-    """The environment of a slot, for all its episodes: an ``Environment`` that raises only
+    """Environment of a slot, for all its episodes: an ``Environment`` that raises only
     EnvironmentFailure.
 
     A step that the environment reports as not executed is sent again. If a deterministic
     environment is lost in the middle of an episode, a new instance is reset with the same task and
-    seed and gets the same messages; if it gives the same answers, the episode goes on. Other
-    environments are played again from the start. Source: docs/reference/dataflow.md 9 (a failure is
-    never a reward of 0).
+    seed and gets the same messages; if it gives the same answers, the episode goes on. Episodes of
+    other environments are played again from the start. Source: docs/reference/dataflow.md 9 (a
+    failure is never a reward of 0).
 
     Args:
-        name: name of the environment, for error messages.
-        make: returns a new instance.
-        message_timeout_s: timeout of a reset or a step, in seconds.
-        patience_s: seconds to wait, each time, for a service that is unreachable or full.
-        deterministic: whether a lost episode may be resumed.
+        name: Name of the environment, for error messages.
+        make: Function that returns a new instance.
+        message_timeout_s: Timeout of a reset or a step, in seconds.
+        patience_s: Seconds to wait, each time, for a service that is unreachable or full.
+        deterministic: Whether a lost episode may be resumed.
     """
 
     def __init__(
@@ -90,7 +91,8 @@ class SlotEnvironment:
         deterministic: bool,
     ) -> None:
         self.failures: Counter[str] = Counter()
-        """Failures in this episode by kind, including those that were mended."""
+        """Number of failures in this episode by kind, including those that a retry or a resumption
+        repaired."""
         self.resumed = 0
         """Number of times that this episode was resumed."""
         self._name = name
@@ -104,10 +106,10 @@ class SlotEnvironment:
         self._seed = 0
         self._opening: Opening | None = None
         self._history: list[tuple[AssistantMessage, Turn]] = []
-        """The turns of this episode, for a replay."""
+        """The turns of this episode so far, for a replay."""
 
     def prepare(self, retries: int) -> None:
-        """Reset the counters for a new episode, which may be resumed ``retries`` times."""
+        """Reset the counters for a new episode, which may be resumed up to ``retries`` times."""
         self.failures = Counter()
         self.resumed = 0
         self._retries = retries
@@ -126,7 +128,7 @@ class SlotEnvironment:
         return self._opening
 
     async def step(self, message: AssistantMessage) -> Turn:
-        """Run a turn. Raises EnvironmentFailure."""
+        """Send a turn to the environment and return its answer. Raises EnvironmentFailure."""
         while True:
             try:
                 turn = await self._send_step(message)
@@ -137,7 +139,7 @@ class SlotEnvironment:
         return turn
 
     async def close(self) -> None:
-        """Close the instance within seconds; errors are logged."""
+        """Close the environment instance within ``_CLOSE_S`` seconds; errors are logged."""
         env = self._env
         self._env = None
         if env is None:
@@ -189,8 +191,8 @@ class SlotEnvironment:
             raise EnvironmentFailure("internal", f"environment {self._name}: {problem}")
 
     async def _send_with_retries(self, what: str, send: Callable[[], Awaitable[T]]) -> T:
-        """Return the answer to a request, which is repeated while the environment reports that it
-        was not executed."""
+        """Send a request, repeating it while the environment reports that it was not executed;
+        return the answer."""
         pause_s = 0.0
         for _ in range(_RESENDS):
             try:
@@ -224,7 +226,7 @@ class SlotEnvironment:
             ) from error
 
     async def _resume(self, error: EnvironmentFailure) -> Opening:
-        """Create a new instance in the state of the lost one and return its opening.
+        """Bring a new instance to the state of the lost one, and return its opening.
 
         Raises the last failure if that is not possible or the retries are used up.
         """
@@ -244,8 +246,8 @@ class SlotEnvironment:
             return opening
 
     async def _replay(self) -> Opening:
-        """Reset a new instance and repeat the turns of the episode. Raises ReplayDiverged for a
-        different answer."""
+        """Reset a new instance and repeat the turns of the episode; return the opening. Raises
+        ReplayDiverged if an answer differs."""
         opening = await self._reset_with_patience()
         if self._opening is not None and list(opening.messages) != list(self._opening.messages):
             raise ReplayDiverged(
@@ -281,7 +283,7 @@ class SlotEnvironment:
 
 
 def _replace_surrogates(messages: Any) -> Any:
-    """Return messages with the lone surrogates in their texts replaced."""
+    """Return the messages with lone surrogates in their texts replaced."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         return messages
     return [
@@ -296,7 +298,7 @@ def _replace_surrogates(messages: Any) -> Any:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error as one line of text, with the line of code that raised it."""
+    """Return an error as one line of text that includes the line of code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     text = next(iter(str(error).splitlines()), "")[:300]
@@ -304,7 +306,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _compared_fields(turn: Turn) -> tuple[Any, ...]:
-    """Return the fields that must be equal in a replay: all but ``info``."""
+    """Return the fields of a turn that must be equal in a replay: all but ``info``."""
     return (
         [*map(dict, turn.messages)],
         turn.done,
@@ -316,8 +318,8 @@ def _compared_fields(turn: Turn) -> tuple[Any, ...]:
 
 
 _SHAPES = ((("user",), ("user",)), (("user",), ("tool",)), (("user",), ("user",), ("user",)))
-"""Conversations, as roles of the messages before each turn; a template that drops old reasoning
-does so in one of them."""
+"""Example conversations, given as the roles of the messages before each turn. A template that drops
+old reasoning does so in at least one of them."""
 
 
 class NoTokens:
@@ -343,8 +345,8 @@ class EpisodeAgent(Protocol):
     ) -> RolloutOutcome:
         """Play one episode from its reset to its outcome.
 
-        A failure of the environment or the engine is an outcome. ``slot`` is the slot of the
-        engine's cache that only this episode uses.
+        A failure of the environment or the engine is returned as an outcome. ``slot`` is the slot
+        of the engine's cache that is reserved for this episode.
         """
         ...
 
@@ -353,19 +355,20 @@ class SlotOrder(Protocol):
     """Order in which slots may take their next episodes."""
 
     async def may_take(self, slot: int) -> None:
-        """Wait until the slot may take an episode."""
+        """Wait until the slot may take its next episode."""
         ...
 
     def leave(self, slot: int) -> None:
-        """Remove a slot that takes no more episodes."""
+        """Remove a slot that will not take any more episodes."""
         ...
 
 
 class TurnAgent:
     """Agent that plays in turns: the policy samples a turn, and the environment answers.
 
-    Without ``keep_reasoning``, old reasoning is dropped as the chat template does it, and an
-    episode may have several rows. Raises ValueError then for a template that drops none.
+    Without ``keep_reasoning``, old reasoning is dropped as the chat template does, and an episode
+    may have several rows. The constructor then raises ValueError for a template that drops no
+    reasoning.
     """
 
     def __init__(
@@ -392,7 +395,7 @@ class TurnAgent:
     async def play(
         self, env: Environment, request: EpisodeRequest, llm: TokenSource, slot: int
     ) -> RolloutOutcome:
-        """Play one episode from its reset to its outcome; failures are outcomes."""
+        """Play one episode from its reset to its outcome. Failures are returned as outcomes."""
         kind = Conversation if self._keep_reasoning else TruncatingConversation
         conversation = kind(
             self._chat, self._limits, llm, slot, request.sampling_seed, self._system
@@ -409,7 +412,8 @@ class TurnAgent:
         )
 
     def _warn_without_calls(self, conversation: Conversation, outcome: RolloutOutcome) -> None:
-        """Warn once if a policy that is offered tools has called none in its first episodes."""
+        """Log a warning once if a policy that is offered tools has not called any in its first
+        episodes."""
         if self._episodes_without_calls >= _SILENT_EPISODES or not (
             conversation.tools and outcome.valid
         ):
@@ -429,34 +433,36 @@ class TurnAgent:
 
 
 _SILENT_EPISODES = 16
-"""Number of first episodes without a call after which there is a warning."""
+"""Number of episodes without a tool call after which the warning is logged."""
 
 
 @dataclass
 class PlayedEpisodes:
-    """Result of ``Player.play``."""
+    """Result of ``EpisodePlayer.play``."""
 
     outcomes: list[RolloutOutcome]
     """Outcomes in the order of the requests."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Failures by kind, including those that a retry or a resumption mended."""
+    """Number of failures by kind, including those that a retry or a resumption repaired."""
     retried: Counter[str] = field(default_factory=Counter)
-    """Repairs by kind: ``resumed``, or the status of an episode that was played again."""
+    """Number of repairs by kind: ``resumed``, or the status of an episode that was played again."""
 
 
 class EpisodePlayer:
-    """Player of episodes of one environment on ``size`` slots. Use it on one event loop, one
+    """Player of episodes of one environment on ``size`` slots. Use it on one event loop, with one
     ``play`` at a time.
 
     Args:
-        spec: the environment.
-        address: the address of its service ("" for none), or a function that returns it, for a service that may move.
-        agent: plays the episodes.
-        size: number of slots, and of episodes at once.
-        first_slot: slot of the engine's cache for the first slot; the others follow.
-        retries: how often a failed episode is played again, and a lost one resumed.
-        message_timeout_s: timeout of a reset or a step, in seconds.
-        patience_s: seconds to wait, each time, for a service that is unreachable or full.
+        spec: The environment.
+        address: Address of its service ("" for none), or a function that returns it, for a service
+            that may move.
+        agent: Agent that plays the episodes.
+        size: Number of slots, which is also the number of concurrent episodes.
+        first_slot: Engine cache slot of the first slot; the others follow.
+        retries: Number of times that a failed episode is played again, and that a lost one is
+            resumed.
+        message_timeout_s: Timeout of a reset or a step, in seconds.
+        patience_s: Seconds to wait, each time, for a service that is unreachable or full.
     """
 
     def __init__(
@@ -499,9 +505,10 @@ class EpisodePlayer:
         order: SlotOrder | None = None,
         on_finished: Callable[[], None] = lambda: None,
     ) -> PlayedEpisodes:
-        """Play all requests and call ``on_finished`` after each.
+        """Play all requests, and call ``on_finished`` after each of them.
 
-        A failed episode is an outcome. Any other error cancels all episodes and is raised.
+        A failed episode is returned as an outcome. Any other error cancels all episodes and is
+        raised.
         """
         waiting = deque(requests)
         outcomes: dict[int, RolloutOutcome] = {}
@@ -544,7 +551,7 @@ class EpisodePlayer:
         order: SlotOrder | None,
         on_finished: Callable[[], None],
     ) -> None:
-        """Play one episode after another on one slot, until none is waiting."""
+        """Play one episode after another on one slot until no request is waiting."""
         try:
             while True:
                 if order is not None:
@@ -594,9 +601,9 @@ def make_agent(
 ) -> EpisodeAgent:
     """Return the agent called ``name``; "" is the built-in agent.
 
-    ``episodes`` are the options of the rollouts. ``options`` are the agent's own, passed to its
-    function as keyword arguments. Raises ValueError for an agent that cannot be loaded or does not
-    take these options.
+    ``episodes`` are the options of the rollouts. ``options`` are the agent's own options, passed to
+    its function as keyword arguments. Raises ValueError for an agent that cannot be loaded or does
+    not accept these options.
     """
     check_whole_distribution(episodes.gen)
     limits = EpisodeLimits(
@@ -617,8 +624,8 @@ def make_agent(
 
 
 def check_whole_distribution(gen: GenConfig) -> None:
-    """Raise ValueError for sampling options that truncate the distribution: the policy gradient
-    needs all of it."""
+    """Raise ValueError for sampling options that truncate the distribution, because the policy
+    gradient needs the whole distribution."""
     if cut := gen.truncations():
         raise ValueError(
             f"gen.{', gen.'.join(cut)}: training samples from the whole distribution (top_p=1, "

@@ -3,8 +3,9 @@
 
 ``RolloutLoop.run``
   produces: streamed samples, and results of evaluation shares;
-  waits for: leases of the master while a player is idle, otherwise for the samples in play;
-  unblocked by: a lease or, every ``HOLD_S`` seconds, an empty answer; the samples' deadlines; credits of the stream.
+  waits for: leases from the master while a player is idle, otherwise for the samples being played;
+  unblocked by: a lease or, every ``HOLD_S`` seconds, an empty answer; the samples' deadlines;
+      credits of the stream.
 """
 
 from __future__ import annotations
@@ -43,9 +44,13 @@ from realhf.transport.service import ServiceClient
 class SampleEncoder:
     """Encoder of played groups as frames for the stream.
 
-    ``calls`` are run on every sample, in order: inferences that need no weights, such as the
-    reward. ``turns`` adds the keys of turns. ``feedback`` adds ``feedback_prompt_ids``. Of every
-    ``batch_size`` samples, ``transcripts`` carry the text of their first rollout.
+    Args:
+        calls: Inference calls that need no weights, such as the reward; each is run on every
+            sample, in order.
+        turns: Whether to add the keys about turns.
+        feedback: Builder of the key ``feedback_prompt_ids``; None to leave it out.
+        batch_size: Number of samples in a batch.
+        transcripts: Number of samples per batch that carry the text of their first rollout.
     """
 
     def __init__(
@@ -97,21 +102,21 @@ class SampleEncoder:
 
 _log = logging.getLogger(__name__)
 HOLD_S = 30.0
-"""Seconds for which the master may hold a request for samples before it must answer that there are
-none yet."""
+"""Seconds for which the master may hold a request for samples before it must answer that none is
+available yet."""
 Encode = Callable[[RolloutLease, PlayedGroup], Sequence[Any]]
-"""Encodes a finished sample as frames for the stream."""
+"""Function that encodes a finished sample as frames for the stream."""
 
 
 class Stream(Protocol):
-    """Sink of finished samples, such as ``StreamProducer``."""
+    """Interface for sending finished samples, such as ``StreamProducer``."""
 
     async def push(self, id: str, attempt: int, frames: Sequence[Any], *, timeout_s: float) -> None:
-        """Wait for a credit and send one attempt at a sample. The buffers must not change until it
-        is acknowledged.
+        """Wait for a credit, then send one attempt at a sample. The buffers must not change until
+        the sample is acknowledged.
 
-        Raises TimeoutError without a credit within ``timeout_s`` seconds, and ProtocolError if the
-        frames exceed the limits of the wire.
+        Raises TimeoutError if no credit arrives within ``timeout_s`` seconds, and ProtocolError if
+        the frames exceed the limits of the wire format.
         """
         ...
 
@@ -140,18 +145,18 @@ class RolloutLoop:
         self._players = {
             id(player): (player, f"player {number}") for number, player in enumerate(players)
         }
-        """Every player with its name in traces, by identity."""
+        """Each player, keyed by its ``id()``, with its name in traces."""
         self._tracer = tracer
         self._timeout_s = timeout_s
         self._playing: set[asyncio.Task[None]] = set()
         self._player_idle = asyncio.Event()
         self.played = 0
-        """Number of samples that were streamed."""
+        """Number of samples that have been streamed."""
 
     async def run(self) -> None:
-        """Play until the master has no more samples, then finish the samples in play.
+        """Play until the master has no more samples, then finish the samples being played.
 
-        Raises TransportError when the master or the stream is lost.
+        Raises TransportError when the connection to the master or the stream is lost.
         """
         try:
             while await self._take_leases():
@@ -168,8 +173,8 @@ class RolloutLoop:
             )
 
     async def _take_leases(self) -> bool:
-        """Request a sample for each idle player and start to play; return False when there are no
-        more samples."""
+        """Request a sample for each idle player and start playing it; return False when there are
+        no more samples."""
         while not self._idle:
             self._player_idle.clear()
             await self._player_idle.wait()
@@ -237,7 +242,7 @@ class RolloutLoop:
     async def _play_and_encode(
         self, player: GroupPlayer, lease: RolloutLease
     ) -> Sequence[Any] | None:
-        """Return the frames of the sample; None after a failure, which is reported to the
+        """Play a sample and return its frames; None after a failure, which is reported to the
         master."""
         try:
             return self._encode(lease, await play_within_deadline(player, lease))

@@ -18,7 +18,7 @@ from realhf.api.sample import Lengths, SequenceSample
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
 )
-"""Characters to be escaped: control characters except line ends and tabs, direction marks,
+"""Characters that are escaped: control characters except line ends and tabs, direction marks,
 zero-width characters and lone surrogates. Terminals execute or hide some of them, and surrogates
 cannot be encoded."""
 
@@ -57,7 +57,8 @@ OUTCOME_CODES = {
     "timeout": 6,
     "agent": 7,
 }
-"""Codes of failed episodes in the key ``outcome``; 0 is a valid one (achieved or truncated)."""
+"""Codes of failed episodes in the key ``outcome``; 0 marks a valid episode (achieved or
+truncated)."""
 FILTERED = 2
 """Code of a valid episode in a group with too few valid ones."""
 Array = np.ndarray[Any, Any]
@@ -72,13 +73,13 @@ _KEYS = {
     "outcome": ("u8", "1"),
     "rollout_index": ("i32", "1"),
 }
-"""Dtype and length rule of every key."""
+"""Dtype and length rule of each key."""
 _TURN_KEYS = {
     "turn_ids": ("i32", "L"),
     "turn_rewards": ("f32", "turns"),
     "turn_states": ("i64", "turns"),
 }
-"""The same for the optional keys about turns."""
+"""Dtype and length rule of each optional key about turns."""
 _NO_LOGPROB = array("f", [0.0])
 _NO_VERSION = array("i", [-1])
 
@@ -186,7 +187,7 @@ def outcomes_to_sample(
 
 
 class _PackedColumns:
-    """The columns of all tokens, for one rollout after the other."""
+    """Columns of all tokens, concatenated over the rollouts."""
 
     def __init__(self) -> None:
         self.ids = array("q")
@@ -198,10 +199,10 @@ class _PackedColumns:
         self.lengths: list[int] = []
 
     def add(self, outcome: RolloutOutcome, code: int) -> None:
-        """Append a rollout; only with code 0 it has a loss mask.
+        """Append a rollout. It has a loss mask only if ``code`` is 0.
 
         A rollout that failed before its first prompt gets one token, so that it is not empty.
-        Position t of the shifted columns is about the prediction of token t+1.
+        Position t of the shifted columns belongs to the prediction of token t+1.
         """
         n_prompt = len(outcome.prompt_ids)
         n_completion = len(outcome.completion_ids)
@@ -264,8 +265,8 @@ def _pack_turns(
 def _code_rows(
     group: Sequence[RolloutOutcome], min_group_size: int
 ) -> list[tuple[RolloutOutcome, int]]:
-    """Return the trajectories of a group, each rollout followed by its branches, with their outcome
-    codes."""
+    """Return the trajectories of a group with their outcome codes: each rollout, followed by its
+    branches."""
     is_large_enough = sum(outcome.valid for outcome in group) >= min_group_size
     valid_code = 0 if is_large_enough else FILTERED
     rows = [row for outcome in group for row in (outcome, *outcome.branches)]

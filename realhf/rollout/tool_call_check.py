@@ -33,14 +33,15 @@ _VALUES: Mapping[str, Any] = {
     "object": {},
     "null": None,
 }
-"""An example value of each JSON type. Of several allowed types the first in this order is used."""
+"""An example value for each JSON type. If a schema allows several types, the first one in this
+order is used."""
 _USER = {"role": "user", "content": "task"}
 
 
 def check_calls(
     chat: TemplateChat, messages: Iterator[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> int:
-    """Encode messages with calls, parse them back, and return their number.
+    """Encode messages with tool calls, parse them back, and return the number of messages.
 
     Raises ChatTemplateError for the first message that differs, and for a template that does not
     show the tools.
@@ -56,8 +57,8 @@ def check_calls(
 def read_demonstrated_calls(
     spec: EnvironmentSpec, request: DemonstrationRequest
 ) -> Iterator[dict[str, Any]]:
-    """Yield the turns with calls of an environment's scripts. Raises ValueError for a call that
-    cannot be parsed."""
+    """Yield the turns with tool calls in an environment's scripts. Raises ValueError for a call
+    that cannot be parsed."""
     assert spec.demonstrate is not None
     for script in spec.demonstrate(request):
         for text in script.turns:
@@ -67,7 +68,7 @@ def read_demonstrated_calls(
 
 
 def build_example_calls(tools: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield a call of each tool, with its required arguments."""
+    """Yield one example call of each tool, with its required arguments."""
     for tool in tools:
         function = tool.get("function", tool)
         parameters = function.get("parameters") or {}
@@ -87,7 +88,8 @@ def build_example_calls(tools: Sequence[Mapping[str, Any]]) -> Iterator[dict[str
 
 
 def _build_example_value(schema: Any) -> Any:
-    """Return a value that a schema allows; some parsers read untyped arguments by the schema."""
+    """Return a value that a schema allows. Some parsers interpret untyped arguments by the
+    schema."""
     if isinstance(schema, Mapping):
         if schema.get("enum"):
             return schema["enum"][0]

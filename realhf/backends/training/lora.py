@@ -331,7 +331,7 @@ class LoraAdapters:
         for layer in self._layers.values():
             layer.__class__ = _few_pass_class(type(layer))
         self._disturbed: list[tuple[str, Tensor, Tensor | None]] = []
-        self.skeleton = plain  # has merged weights only after ``merged()``
+        self.skeleton = plain  # has merged weights only after ``merged_model()``
         self._base = base
         self._has_merged = False
         self._check_with_random_adapters()

@@ -28,7 +28,7 @@ GPU_CHUNK_BYTES = 1 << 30
 a half times as much. With fewer rows, most time is spent reading the head's weight and writing its
 gradient."""
 _GPU_PARTS = 64
-"""A chunk uses at most 1 / this number of a GPU's memory."""
+"""Reciprocal of the maximum fraction of a GPU's memory that a chunk may use."""
 _KEPT_BYTES = 1 << 24
 """Maximum bytes of a call's logits that are kept for the backward pass; larger ones are
 recomputed."""

@@ -244,7 +244,7 @@ class VllmGenerator:
         """Do nothing: the server evicts cached sequences itself."""
 
     def pause(self, timeout_s: float) -> None:
-        """See ``StreamingGenerator``. A server that does not pause in time is told to resume."""
+        """See ``StreamingGenerator``. If the server does not pause in time, it is resumed."""
         with self._update_lock:
             try:
                 self._call(self._api.pause(clear_cache=False, timeout_s=timeout_s), timeout_s)

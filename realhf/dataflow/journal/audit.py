@@ -39,23 +39,23 @@ from realhf.dataflow.journal.journal import (
 
 @dataclass(frozen=True)
 class JournalTally:
-    """Number of samples by outcome, in the final lineage: a resumption after step s undoes later
-    steps."""
+    """Number of samples by outcome. A resumption after step s undoes later steps, which are not
+    counted."""
 
     admitted: int
     """Samples admitted at least once."""
     consumed: int
     """Samples that a step was trained on."""
     rejected: int
-    """Samples given up."""
+    """Samples that were given up."""
     dropped: int
     """Samples accepted and then dropped."""
     accepted: int
-    """Samples that wait to be consumed."""
+    """Samples that are accepted and not yet consumed."""
     outstanding: int
     """Samples admitted without a final outcome; 0 in a run that has ended."""
     lost: int
-    """Samples admitted that a snapshot no longer mentions."""
+    """Samples that were admitted but are missing from a later snapshot."""
     twice: int
     """Samples consumed by more than one step."""
     impossible: int
@@ -68,7 +68,7 @@ class JournalTally:
     """Largest difference between the step that consumed a sample and the sample's admission
     version."""
     ended: bool
-    """Whether the run has ended regularly."""
+    """Whether the run has ended normally."""
     complete: bool
     """Whether the audit covers the run from its first record."""
 
@@ -79,19 +79,19 @@ class JournalTally:
 
 
 class _SampleTracker:
-    """The state of each sample, by its id, while the records are read in order."""
+    """State of each sample, by id, updated while the records are read in order."""
 
     def __init__(self) -> None:
         self.state_of: dict[str, str] = {}
         self.step_of: dict[str, int] = {}
-        """The step that consumed a sample."""
+        """Step that consumed each sample."""
         self.version_of: dict[str, int] = {}
-        """Policy version at the last admission."""
+        """Policy version at each sample's last admission."""
         self.attempt_of: dict[str, int] = {}
-        """The last attempt."""
+        """Number of each sample's last attempt."""
         self.steps: set[int] = set()
         self.counts_before: Counter[str] = Counter()
-        """Samples by outcome before the first snapshot that was read."""
+        """Number of samples by outcome before the first snapshot that was read."""
         self.twice = 0
         self.impossible = 0
         self.resumes = 0
@@ -100,7 +100,7 @@ class _SampleTracker:
         self.ended = False
 
     def read_frame(self, records: Sequence[Record]) -> None:
-        """Apply the records of one frame, or compare with those of a snapshot."""
+        """Apply the records of one frame or, if it is a snapshot, compare the state with it."""
         if isinstance(records[0], Totals):
             self._check_snapshot(records[0], records[1:])
             return
@@ -131,7 +131,8 @@ class _SampleTracker:
                 self.ended = isinstance(record, End)
 
     def _move(self, id: str, new_state: str, allowed: set[str | None]) -> None:
-        """Change the state of a sample; it is impossible unless the old state is in ``allowed``."""
+        """Change the state of a sample. The record counts as impossible unless the old state is in
+        ``allowed``."""
         self.impossible += self.state_of.get(id) not in allowed
         self.state_of[id] = new_state
 
@@ -154,8 +155,8 @@ class _SampleTracker:
             self.state_of[id] = "accepted"
 
     def _check_snapshot(self, totals: Totals, records: Sequence[Record]) -> None:
-        """Compare the open samples with those of a snapshot: samples that it leaves out are lost.
-        If there is nothing to compare with, start from the snapshot."""
+        """Compare the open samples with those of a snapshot; samples missing from it are lost. If
+        no record has been read before, start from the snapshot."""
         snapshot = _SampleTracker()
         snapshot.complete = False
         for record in records:
@@ -216,7 +217,7 @@ class _SampleTracker:
 
 
 def audit(frames: Iterable[Sequence[Record]]) -> JournalTally:
-    """Return the tally of a history. ``frames``: the records of each append, in order."""
+    """Return the tally of a history. ``frames`` are the records of each append, in order."""
     tracker = _SampleTracker()
     for frame in frames:
         tracker.read_frame(frame)
@@ -224,9 +225,9 @@ def audit(frames: Iterable[Sequence[Record]]) -> JournalTally:
 
 
 def audit_folder(folder: Path) -> JournalTally:
-    """Return the tally of a journal with its archive; the journal may be in use.
+    """Return the tally of a journal including its archive. A run may be using the journal.
 
-    Raises JournalError if there is none or a segment before the last one is damaged.
+    Raises JournalError if there is no journal, or if a segment before the last one is damaged.
     """
     paths = [*segments(folder / ARCHIVE), *segments(folder)]
     if not paths:

@@ -1,7 +1,7 @@
 """The master's journal of samples: its records, its writer and its reader.
 
-Steps are numbered from 0. ``Ckpt(s)`` is taken after step s, and a run without a checkpoint resumes
-from -1.
+Steps are numbered from 0. ``Ckpt(s)`` is recorded for a checkpoint after step s; a run without a
+checkpoint resumes from step -1.
 
 The journal is a sequence of files ``journal-<n>.log`` (segments) of frames ``len u32 | crc32 u32 |
 msgpack`` in little endian. A frame holds the records of one ``append``, which therefore survive a
@@ -12,7 +12,7 @@ deviation is damage and is never taken for the end of the history, because sampl
 would then be drawn again.
 
 ``Journal.wait_until_durable``
-  produces: the guarantee that an append is on the disk;
+  produces: the guarantee that an append is on disk;
   waits for: the writer's thread, which syncs several appends at a time;
   unblocked by: the sync, a failed write (JournalError), or the timeout.
 """
@@ -37,76 +37,76 @@ import msgspec
 from realhf.base.files import DAMAGED, dangling, sync, unused_name, whole_file
 
 DIED = "worker_died"
-"""``Reject.outcome`` of an attempt during which the process that played it died."""
+"""``Reject.outcome`` of an attempt during which the process playing it died."""
 
 
 # The records are stored as arrays that begin with the tag: the order of the fields is part of the
 # file format, and a new field must be the last one and have a default.
 class Admit(msgspec.Struct, frozen=True, tag="admit", array_like=True):
-    """A sample was leased to a rollout worker."""
+    """Record: a sample was leased to a rollout worker."""
 
     id: str
     """Id of the sample."""
     attempt: int
     """Number of the attempt, from 0."""
     version: int
-    """Policy version at the admission."""
+    """Policy version at admission."""
     order: int
-    """Number of the sample's first admission."""
+    """Number of the sample in the order of first admissions."""
     worker: str
-    """Incarnation of the rollout worker."""
+    """Rollout worker's incarnation (name and pid)."""
     item: dict[str, Any]
-    """The source item, with all that is needed to play the sample again."""
+    """The source item, with everything needed to play the sample again."""
     failures: int = 0
-    """Earlier attempts that failed."""
+    """Number of earlier attempts that failed."""
     deaths: int = 0
-    """Earlier attempts during which the process that played them died."""
+    """Number of earlier attempts during which the process playing them died."""
 
 
 class Accept(msgspec.Struct, frozen=True, tag="accept", array_like=True):
-    """A finished sample was accepted."""
+    """Record: a finished sample was accepted."""
 
     id: str
     """Id of the sample."""
     attempt: int
-    """The accepted attempt."""
+    """Number of the accepted attempt."""
     ref: list[Any]
-    """Position of its payload (``PayloadRef`` in ``realhf.api.calls``), including the rank that
-    received it."""
+    """Location of the sample's payload (``PayloadRef`` in ``realhf.api.calls``), including the rank
+    that received it."""
     meta: list[bytes]
-    """Encoded frames of its metadata."""
+    """Encoded frames of the sample's metadata."""
 
 
 class Reject(msgspec.Struct, frozen=True, tag="reject", array_like=True):
-    """An attempt ended without a sample."""
+    """Record: an attempt ended without a sample."""
 
     id: str
     """Id of the sample."""
     attempt: int
-    """The attempt."""
+    """Number of the attempt."""
     outcome: str
-    """Kind of the failure; ``DIED`` if the process that played it died."""
+    """Kind of the failure; ``DIED`` if the process playing it died."""
     message: str
-    """The error."""
+    """Error message."""
     final: bool
-    """Whether the sample is given up."""
+    """Whether the sample is given up, not only this attempt."""
 
 
 FLAT = "flat"
-"""``Drop.reason`` of a sample without learning signal that is replaced by another one."""
+"""``Drop.reason`` of a sample without learning signal, which is replaced by another one."""
 
 
 class Drop(msgspec.Struct, frozen=True, tag="drop", array_like=True):
-    """An accepted sample will never be trained."""
+    """Record: an accepted sample will never be trained."""
 
     id: str
     """Id of the sample."""
     reason: str
-    """Why: ``FLAT``, "stale" or "payload_lost"."""
+    """Reason: ``FLAT``, "stale" or "payload_lost"."""
 
 
 class Consume(msgspec.Struct, frozen=True, tag="consume", array_like=True):
-    """A step was trained on samples."""
+    """Record: a step was trained on these samples."""
 
     ids: list[str]
     """The samples, in the order of the step batch."""
@@ -115,44 +115,45 @@ class Consume(msgspec.Struct, frozen=True, tag="consume", array_like=True):
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit", array_like=True):
-    """A step was trained."""
+    """Record: a step was trained."""
 
     step: int
     """The step."""
     version: int
-    """Version of the weights after it."""
+    """Version of the weights after the step."""
 
 
 class Ckpt(msgspec.Struct, frozen=True, tag="ckpt", array_like=True):
-    """A checkpoint has become valid."""
+    """Record: a checkpoint has become valid."""
 
     step: int
-    """The last step that it covers."""
+    """The last step included in the checkpoint."""
     ref: str
-    """Name of its folder."""
+    """Name of the checkpoint's folder."""
 
 
 class Resume(msgspec.Struct, frozen=True, tag="resume", array_like=True):
-    """The run was resumed; the samples that later steps had consumed are accepted again."""
+    """Record: the run was resumed. The samples that later steps had consumed are accepted again."""
 
     step: int
-    """The last step that the checkpoint covers; -1 for a start without one."""
+    """The last step included in the checkpoint; -1 for a start without one."""
 
 
 class Draw(msgspec.Struct, frozen=True, tag="draw", array_like=True):
-    """The source's state after a draw, in one ``append`` with the admission of its first sample."""
+    """Record: the source's state after a draw. It is in the same ``append`` as the admission of the
+    draw's first sample."""
 
     state: dict[str, Any]
     """State of the sample queue, as JSON types."""
 
 
 class End(msgspec.Struct, frozen=True, tag="end", array_like=True):
-    """The run ended regularly."""
+    """Record: the run ended normally."""
 
 
 class Totals(msgspec.Struct, frozen=True, tag="totals", array_like=True):
-    """First record of a snapshot: totals of what happened before. The other records of the same
-    ``append`` are about the open samples."""
+    """First record of a snapshot: totals of everything before it. The other records of the same
+    ``append`` describe the open samples."""
 
     step: int
     """The last final step."""
@@ -161,7 +162,7 @@ class Totals(msgspec.Struct, frozen=True, tag="totals", array_like=True):
     consumed: int
     """Samples consumed by final steps."""
     rejected: int
-    """Samples given up."""
+    """Samples that were given up."""
     dropped: int
     """Samples dropped."""
     order: int
@@ -182,12 +183,12 @@ _HEADER = struct.Struct("<II")
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(list[Record])
 SEGMENT_BYTES = 16 << 20
-"""Size at which a new segment is started."""
+"""Size in bytes at which a new segment is started."""
 ARCHIVE = "archive"
-"""Folder, inside that of the journal, for segments that a snapshot has replaced."""
+"""Folder, within the journal's folder, for segments that a snapshot has replaced."""
 _SEGMENT = re.compile(r"journal-(\d+)\.log")
 CLOSE_TIMEOUT_S = 30.0
-"""Seconds that the writer has to finish when the journal is closed."""
+"""Seconds that the writer gets to finish when the journal is closed."""
 # The writer syncs at once if the last sync is SYNC_INTERVAL_S seconds old or SYNC_RECORDS appends
 # wait.
 SYNC_INTERVAL_S = 0.05
@@ -195,33 +196,33 @@ SYNC_RECORDS = 64
 
 
 class JournalError(RuntimeError):
-    """The journal cannot be read or written."""
+    """Error: the journal cannot be read or written."""
 
 
 class JournalDamaged(JournalError):
-    """A part of the journal is missing or altered. Nothing was changed."""
+    """Error: a part of the journal is missing or altered. Nothing was changed on disk."""
 
 
 class _QueuedFrame(NamedTuple):
-    """A frame to be written."""
+    """Frame that waits to be written."""
 
     number: int
     """Number of the append."""
     frame: bytes
     """The encoded frame."""
     begins_segment: bool
-    """Whether it is a snapshot, with which a new segment begins."""
+    """Whether the frame is a snapshot, with which a new segment begins."""
 
 
 class _Waiter(NamedTuple):
-    """A caller of ``wait_until_durable``."""
+    """Caller of ``wait_until_durable``."""
 
     number: int
-    """The append that it waits for."""
+    """Number of the append that the caller waits for."""
     loop: asyncio.AbstractEventLoop
-    """Its event loop."""
+    """The caller's event loop."""
     future: asyncio.Future[None]
-    """Resolved in that loop when the append is on the disk."""
+    """Resolved in that loop when the append is on disk."""
 
 
 class Journal:
@@ -237,14 +238,14 @@ class Journal:
         self._lock = lock
         self._archive = archive
         self._changed = threading.Condition()
-        """Guards all fields that the loop and the writer's thread share."""
+        """Condition that guards all fields shared by the event loop and the writer's thread."""
         self._waiting: list[_QueuedFrame] = []
         self._waiters: list[_Waiter] = []
         self._synced_at = -SYNC_INTERVAL_S
         self._number = 0
         """Number of the last append."""
         self._synced = 0
-        """Number of the last append that is on the disk."""
+        """Number of the last append that is on disk."""
         self._closing = False
         self._failure: BaseException | None = None
         self._segment = segment
@@ -262,15 +263,18 @@ class Journal:
         restart: Sequence[Record] | None = None,
         warn: Callable[[str], None] = _log.warning,
     ) -> tuple[Journal, list[Record]]:
-        """Open the journal in ``folder`` and return it with the records since the last snapshot.
+        """Open the journal in ``folder``; return it and the records since the last snapshot.
 
         New records go into a new segment. An incomplete frame at the end is cut off and kept in a
-        separate file, with a warning through ``warn``. ``archive``: segments that a snapshot
-        replaces are moved into ``archive/`` for the audit, not deleted. ``restart``: start with
-        these records, a snapshot, and set the existing segments aside.
+        separate file, which is reported through ``warn``.
 
-        Raises JournalDamaged, and JournalError if another process writes here or a file cannot be
-        read now.
+        Args:
+            archive: Whether segments that a snapshot replaces are moved into ``archive/`` for the
+                audit instead of being deleted.
+            restart: Snapshot to start with instead of the existing segments, which are set aside.
+
+        Raises JournalDamaged, and JournalError if another process writes to the journal or a file
+        cannot be read at the moment.
         """
         try:
             if folder.is_symlink() and not folder.exists():
@@ -299,12 +303,12 @@ class Journal:
             raise
 
     def append(self, *records: Record) -> int:
-        """Queue the records as one frame. Return the number of the append, for
+        """Queue the records as one frame. Returns the number of the append, for
         ``wait_until_durable``."""
         return self._queue(records, begins_segment=False)
 
     async def wait_until_durable(self, number: int, timeout_s: float) -> None:
-        """Wait until the append with this number is on the disk.
+        """Wait until the append with this number is on disk.
 
         Raises JournalError if a write failed or the disk takes longer than ``timeout_s`` seconds.
         """
@@ -324,11 +328,11 @@ class Journal:
             ) from None
 
     def start_segment(self, step: int, keep: Sequence[Record]) -> int:
-        """Start a new segment with the snapshot ``keep``; earlier segments are removed once it is
-        on the disk.
+        """Start a new segment with the snapshot ``keep``. Earlier segments are removed once it is
+        on disk.
 
-        ``keep`` is ``JournalState.snapshot()`` after ``settle(step)``. Returns the number of the
-        append. Raises ValueError if ``keep`` is no snapshot of ``step``.
+        ``keep`` is the result of ``JournalState.snapshot()`` after ``settle(step)``. Returns the
+        number of the append. Raises ValueError if ``keep`` is not a snapshot of ``step``.
         """
         if not keep or not isinstance(keep[0], Totals) or keep[0].step != step:
             raise ValueError(f"a snapshot for step {step} begins with its Totals")
@@ -390,8 +394,8 @@ class Journal:
             _wake(done, JournalError(f"{self._folder} could not be written: {error}"))
 
     def _take_entries(self) -> list[_QueuedFrame]:
-        """Wait for entries and collect them until it is time to sync; [] when the journal is
-        closed."""
+        """Wait for queued frames and collect them until it is time to sync; return [] when the
+        journal is closed."""
         with self._changed:
             while not self._waiting and not self._closing:
                 self._changed.wait()
@@ -452,15 +456,16 @@ class History(NamedTuple):
     """The contents of the segments in a folder."""
 
     records: list[Record]
-    """Records since the last snapshot, which they begin with."""
+    """Records since the last snapshot, beginning with the snapshot itself."""
     replaced: list[Path]
     """Segments before the last snapshot."""
     torn: tuple[Path, int] | None
-    """The segment that ends with an incomplete frame, and the offset of that frame in bytes."""
+    """The segment that ends with an incomplete frame, and that frame's offset in bytes; None if
+    there is none."""
 
 
 def read_history(folder: Path) -> History:
-    """Read the segments since the last snapshot, newest first. Changes nothing.
+    """Read the segments since the last snapshot, newest first. Changes nothing on disk.
 
     Raises JournalDamaged if a segment is missing or has damage other than an incomplete frame at
     the end, JournalError for an unknown record, and OSError.
@@ -516,13 +521,13 @@ _FRAME_BODY = re.compile(
     rf"(?:[\x90-\x9f]|\xdc..|\xdd....)[\x90-\x9f][\xa0-\xbf](?:{_TAGS})".encode("latin-1"),
     re.DOTALL,
 )
-"""Start of the body of a frame in msgpack: an array of records, each of them an array that begins
-with its tag."""
+"""Pattern of the start of a frame's body in msgpack: an array of records, each of which is an array
+that begins with its tag."""
 
 
 def _find_frame(path: Path, offset: int) -> int | None:
-    """Return the offset in bytes of the first whole frame after the bad one at ``offset``; None if
-    there is none, as after an interrupted write."""
+    """Return the offset in bytes of the first intact frame after the damaged one at ``offset``;
+    None if there is none, as after an interrupted write."""
     data = path.read_bytes()
     for match in _FRAME_BODY.finditer(data, offset + 1):
         begin = match.start() - _HEADER.size
@@ -536,14 +541,14 @@ def _find_frame(path: Path, offset: int) -> int | None:
 
 
 def write_snapshot(path: Path, records: Sequence[Record]) -> None:
-    """Write a snapshot atomically as a file of one frame, and sync it. Raises OSError."""
+    """Write a snapshot as a file with one frame, atomically, and sync it. Raises OSError."""
     with whole_file(path, synced=True) as partial:
         partial.write_bytes(_encode_frame(records))
 
 
 def read_segment(path: Path) -> tuple[list[list[Record]], int]:
-    """Return the frames up to the first one that is not whole, and its offset in bytes (the file's
-    size if there is none). Raises JournalError for an unknown record."""
+    """Return the frames before the first damaged or incomplete one, and that one's offset in bytes
+    (the file's size if all are intact). Raises JournalError for an unknown record."""
     data = path.read_bytes()
     frames: list[list[Record]] = []
     offset = 0
@@ -586,7 +591,8 @@ def _encode_frame(records: Sequence[Record]) -> bytes:
 
 
 def _unreadable(folder: Path, error: OSError) -> JournalError:
-    """Return the error for a file that cannot be read now, whose contents are therefore unknown."""
+    """Return the error for a file that cannot be read at the moment, so that its contents are
+    unknown."""
     return JournalError(
         f"{error.filename or folder} cannot be read: {error.strerror or error}; nothing was "
         f"changed. Run again when it "
@@ -602,8 +608,8 @@ def _create(folder: Path, segment: int) -> int:
 
 
 def _cut_torn_frame(path: Path, size: int) -> str:
-    """Truncate a segment to ``size`` bytes and save the rest, an incomplete frame, in another file.
-    Return a warning about it."""
+    """Truncate a segment to ``size`` bytes and save the removed bytes, an incomplete frame, in
+    another file. Returns a warning about it."""
     data = path.read_bytes()[size:]
     kept = unused_name(path, f".cut-{size}")
     with whole_file(kept, synced=True) as partial:
@@ -620,7 +626,8 @@ def _cut_torn_frame(path: Path, size: int) -> str:
 
 
 def _set_aside(folder: Path) -> Path:
-    """Move the segments and the archive into a new folder and return it. Raises OSError."""
+    """Move the segments and the archive into a new folder, and return that folder. Raises
+    OSError."""
     aside = unused_name(folder / "journal", DAMAGED)
     aside.mkdir()
     for path in segments(folder):
@@ -632,7 +639,7 @@ def _set_aside(folder: Path) -> Path:
 
 
 def _remove_segments(folder: Path, paths: Sequence[Path], archive: bool) -> None:
-    """Delete segments, or move them into the archive (``archive``)."""
+    """Delete segments or, with ``archive``, move them into the archive."""
     if archive and paths:
         (folder / ARCHIVE).mkdir(exist_ok=True)
     for path in paths:
@@ -653,8 +660,7 @@ def _take_lock(folder: Path) -> int:
 
 
 def _wake(waiters: Sequence[_Waiter], error: BaseException | None) -> None:
-    """Resolve the waiters' futures, with one call into each event loop. Closed loops are
-    skipped."""
+    """Resolve the waiters' futures with one call into each event loop. Closed loops are skipped."""
     for loop in {waiter.loop for waiter in waiters}:
         futures = [waiter.future for waiter in waiters if waiter.loop is loop]
         try:

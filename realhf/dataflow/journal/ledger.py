@@ -1,4 +1,4 @@
-"""State of all samples according to the journal: the fold of its records, and recovery after a
+"""State of all samples that results from applying the journal's records, and recovery after a
 restart."""
 
 from __future__ import annotations
@@ -40,41 +40,41 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Recovery:
     """The open samples at a restart from the checkpoint after ``step``, and what the run must do
-    with them."""
+    with each of them."""
 
     step: int
-    """The last step that the checkpoint covers; -1 without a checkpoint."""
+    """The last step included in the checkpoint; -1 without a checkpoint."""
     version: int | None
-    """Version of the weights after ``step``; None if the journal does not know it."""
+    """Version of the weights after ``step``; None if it is not in the journal."""
     order: int
     """Number of the next admission."""
     draw: dict[str, Any] | None
-    """The source's state; None if the journal does not know it."""
+    """The source's state; None if it is not in the journal."""
     replay: list[tuple[int, list[str]]]
-    """Step batches (step, ids) after ``step`` that were consumed before, to be repeated with the
+    """Step batches (step, ids) after ``step`` that had been consumed. They are repeated with the
     same samples."""
     accepted: list[tuple[Admit, Accept]]
-    """All samples that are accepted and not consumed, in the order of acceptance, including those
-    of ``replay``."""
+    """All samples that are accepted and not consumed, including those of ``replay``, in the order
+    of acceptance."""
     requeue: list[Admit]
-    """Unfinished samples in the order of admission, each to be admitted again with ``attempt +
+    """Unfinished samples in the order of admission. Each is to be admitted again with ``attempt +
     1``."""
 
 
 class JournalState:
-    """The fold of a journal's records.
+    """State that results from applying a journal's records in order.
 
     The master applies each record before it appends it. An impossible record raises ValueError and
-    changes nothing, so all appended records can be folded again.
+    changes nothing, so the appended records can always be applied again.
     """
 
     def __init__(self) -> None:
         self.outstanding: dict[str, Admit] = {}
-        """Samples that are admitted and whose outcome is not final."""
+        """Admitted samples without a final outcome."""
         self.accepted: dict[str, Accept] = {}
         """Samples that are accepted and not consumed."""
         self.consumed: dict[int, list[str]] = {}
-        """Samples of the consumed steps that are not final."""
+        """Samples of each consumed step that is not final."""
         self.planned: dict[int, list[str]] = {}
         """Step batches that a resumed run has yet to repeat."""
         self.versions: dict[int, int] = {}
@@ -88,18 +88,19 @@ class JournalState:
         self.ended = False
         """Whether the run has ended."""
         self.flat: list[int] = []
-        """For each sample that was dropped without learning signal, and whose step is not consumed
-        yet: the number of samples accepted before it that were or will be trained."""
+        """One entry for each sample that was dropped without learning signal and whose step is not
+        consumed yet: the number of samples accepted before it that were or will be trained."""
         self._settled = -1
-        """The last final step: the run will never be resumed from before its end."""
+        """The last final step. The run will never be resumed from a checkpoint before the end of
+        this step."""
         self._admits: dict[str, Admit] = {}
-        """Last admission of all open samples, consumed ones included."""
+        """Last admission record of each open sample, including consumed ones."""
         self._trained: dict[str, Accept] = {}
-        """Samples of the consumed steps that are not final."""
+        """Acceptance records of the samples of consumed steps that are not final."""
         self._rejected = 0
         self._dropped = 0
         self._consumed = 0
-        """Samples consumed by final steps."""
+        """Number of samples consumed by final steps."""
         self._apply: dict[type, Callable[[Any], None]] = {
             Admit: self._on_admit,
             Accept: self._on_accept,
@@ -119,10 +120,11 @@ class JournalState:
         self._apply[type(record)](record)
 
     def totals(self) -> dict[str, int]:
-        """Return {admitted, consumed, rejected, dropped, accepted, outstanding}; the first is the
-        sum of the others.
+        """Return the number of samples admitted, consumed, rejected, dropped, accepted and
+        outstanding. ``admitted`` is the sum of the others.
 
-        A sample counts once, however many attempts it had and however often its step was repeated.
+        A sample counts once, regardless of its number of attempts and of how often its step was
+        repeated.
         """
         return {
             "admitted": self._consumed + self._rejected + self._dropped + len(self._admits),
@@ -134,12 +136,13 @@ class JournalState:
         }
 
     def refs(self) -> list[list[Any]]:
-        """Return the positions of the payloads that a recovery may need: of accepted samples and of
-        steps that are not final."""
+        """Return the locations of the payloads that a recovery may need: those of accepted samples
+        and of the samples of steps that are not final."""
         return [accept.ref for table in (self.accepted, self._trained) for accept in table.values()]
 
     def accepted_attempt(self, id: str) -> int | None:
-        """Return the accepted attempt at a sample; None if there is none or its step is final."""
+        """Return the number of a sample's accepted attempt; None if there is none or its step is
+        final."""
         accept = self.accepted.get(id) or self._trained.get(id)
         return accept.attempt if accept else None
 
@@ -147,10 +150,9 @@ class JournalState:
         """Return what to do after a restart from the checkpoint after ``step`` (-1: from the
         beginning).
 
-        Changes nothing; append and apply ``Resume(step)`` for that. Raises ValueError for a step
-        before the last final one, and for a step that the journal does not know: ``Consume`` is
-        durable before the checkpoint of its step is valid, so such a checkpoint belongs to another
-        history.
+        Changes nothing; to resume, append and apply ``Resume(step)``. Raises ValueError for a step
+        before the last final one, and for a step that is not in the journal: ``Consume`` is durable
+        before the checkpoint of its step is valid, so such a checkpoint belongs to another history.
         """
         voided, plan = self._plan_replay(step)
         accepted_again = {
@@ -171,7 +173,7 @@ class JournalState:
 
     def settle(self, step: int) -> None:
         """Make the steps up to ``step`` final: the run will never be resumed from a checkpoint
-        before its end."""
+        before the end of ``step``."""
         for number in [number for number in self.consumed if number <= step]:
             for id in self.consumed.pop(number):
                 del self._trained[id], self._admits[id]
@@ -183,7 +185,7 @@ class JournalState:
         self._settled = max(self._settled, step)
 
     def snapshot(self) -> list[Record]:
-        """Return records of one append that restore an equal state, for
+        """Return records that restore an equal state when applied, for
         ``Journal.start_segment``."""
         admitted = self.totals()["admitted"]
         records: list[Record] = [
@@ -314,8 +316,8 @@ class JournalState:
         """Return the consumed steps that a restart after ``step`` undoes, and the step batches to
         repeat.
 
-        The latter start at ``step + 1`` and end before the first batch that is unknown or has lost
-        a sample.
+        The step batches start at ``step + 1`` and end before the first one that is unknown or has
+        lost a sample.
         """
         if step < self._settled:
             raise ValueError(f"the samples up to step {self._settled + 1} are used up for good")
@@ -331,7 +333,8 @@ class JournalState:
 
 
 def fold(records: Iterable[Record]) -> JournalState:
-    """Return the state after all records. Raises ValueError if one is impossible."""
+    """Apply all records in order and return the resulting state. Raises ValueError if one is
+    impossible."""
     state = JournalState()
     for record in records:
         state.apply(record)
@@ -342,10 +345,10 @@ def _find_damage(folder: Path, completed_steps: int, *, has_snapshot: bool) -> s
     """Return why a run cannot be resumed after ``completed_steps`` from the journal in ``folder``;
     "" if it can.
 
-    Also returns "" if the journal cannot be read now: opening it raises that error.
-    ``has_snapshot``: the checkpoint holds a snapshot of the journal, so a journal that ends before
-    it may be replaced. Changes nothing. Raises JournalError if journal and checkpoint belong to
-    different histories.
+    Also returns "" if the journal cannot be read at the moment, because opening it will raise that
+    error. ``has_snapshot``: the checkpoint contains a snapshot of the journal, so a journal that
+    ends before the checkpoint may be replaced. Changes nothing. Raises JournalError if journal and
+    checkpoint belong to different histories.
     """
     step = completed_steps - 1
     try:
@@ -377,20 +380,20 @@ def _find_damage(folder: Path, completed_steps: int, *, has_snapshot: bool) -> s
 
 
 class RolloutLedger:
-    """The journal together with the state that follows from it. Create it with ``open``. Steps are
-    numbered from 0."""
+    """The journal together with the state that results from its records. Create it with ``open``.
+    Steps are numbered from 0."""
 
     def __init__(self, journal: Journal, state: JournalState, timeout_s: float) -> None:
         self._journal = journal
         self.state = state
         self._timeout_s = timeout_s
         self._settled: int | None = None
-        """The last step of the newest checkpoint; it becomes final at the next one."""
+        """The last step in the newest checkpoint; it becomes final at the next checkpoint."""
         self.last = 0
         """Number of the last append."""
         self.newest_payloads: dict[int, list[Any]] = {}
-        """By rank of the trainer, the position of the payload that was accepted last since the
-        start."""
+        """For each rank of the trainer, the location of the payload that was accepted last since
+        the start."""
 
     @classmethod
     def open(
@@ -403,13 +406,13 @@ class RolloutLedger:
         warn: Callable[[str], None] = _log.warning,
         timeout_s: float = 30.0,
     ) -> tuple[RolloutLedger, Recovery | None]:
-        """Open the journal in ``folder`` for a run resumed after ``completed_steps``.
+        """Open the journal in ``folder`` for a run that resumes after ``completed_steps``.
 
         Returns the ledger and, unless the journal is new, what to do with the open samples. A
         journal that is damaged or ends before the checkpoint is rebuilt from ``snapshot``, a file
-        of the checkpoint, with a warning through ``warn``; checkpoints of earlier versions have
-        none (None). ``timeout_s``: seconds that the disk has for a record. Raises JournalError,
-        also if journal and checkpoint belong to different histories.
+        of the checkpoint, with a warning through ``warn``. Checkpoints of earlier package versions
+        have no such file (None). ``timeout_s`` is the time in seconds that the disk has for writing
+        a record. Raises JournalError, also if journal and checkpoint belong to different histories.
         """
         has_snapshot = snapshot is not None and snapshot.is_file()
         damage = _find_damage(folder, completed_steps, has_snapshot=has_snapshot)
@@ -441,8 +444,8 @@ class RolloutLedger:
         return ledger, recovery
 
     def snapshot_after(self, completed_steps: int) -> list[Record]:
-        """Return a snapshot of the state with ``completed_steps`` final, for a checkpoint's
-        ``write_snapshot``."""
+        """Return a snapshot, for a checkpoint's ``write_snapshot``, of the state in which
+        ``completed_steps`` steps are final."""
         state = fold(self.state.snapshot())
         state.settle(completed_steps - 1)
         return state.snapshot()
@@ -450,7 +453,7 @@ class RolloutLedger:
     def append(self, *records: Record) -> int:
         """Apply the records and append them as one frame; return the number of the append.
 
-        Raises ValueError for a record that contradicts those before it.
+        Raises ValueError for a record that contradicts earlier ones.
         """
         for record in records:
             self.state.apply(record)
@@ -460,16 +463,16 @@ class RolloutLedger:
         return self.last
 
     async def wait_until_durable(self, number: int | None = None) -> None:
-        """Wait until an append (None: the last one) is on the disk. Raises JournalError."""
+        """Wait until an append (None: the last one) is on disk. Raises JournalError."""
         await self._journal.wait_until_durable(
             self.last if number is None else number, self._timeout_s
         )
 
     def record_checkpoint(self, completed_steps: int, folder: str) -> None:
-        """Record a valid checkpoint, and remove from the journal the steps that the previous
-        checkpoint covers.
+        """Record a valid checkpoint, and remove the steps before the previous checkpoint from the
+        journal.
 
-        Those of the newest checkpoint stay, because it may turn out to be damaged.
+        The steps since then stay, because the newest checkpoint may turn out to be damaged.
         """
         self.append(Ckpt(completed_steps - 1, folder))
         if self._settled is not None:

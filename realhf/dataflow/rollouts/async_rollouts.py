@@ -1,5 +1,5 @@
-"""Asynchronous rollouts of the master: start-up, recovery, weight versions, evaluation, metrics and
-shutdown."""
+"""Asynchronous rollouts as seen by the master: start-up, recovery, weight versions, evaluation,
+metrics and shutdown."""
 
 from __future__ import annotations
 
@@ -47,18 +47,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """Settings of the asynchronous rollouts of a run, and where they start."""
+    """Settings of a run's asynchronous rollouts, including the state that they start from."""
 
     spec: RolloutSpec
-    """What the experiment says about rollouts."""
+    """The experiment's rollout specification."""
     trainers: Sequence[str]
-    """Model workers that train the role and store its samples, in the order of ranks."""
+    """Names of the model workers that train the role and store its samples, in the order of
+    ranks."""
     batch_size: int
-    """Samples per training step."""
+    """Number of samples per training step."""
     total_steps: int
-    """Training steps of the run in all."""
+    """Total number of training steps of the run."""
     completed_steps: int
-    """Training steps that the run resumes after; 0 for a new run."""
+    """Number of training steps after which the run resumes; 0 for a new run."""
     folder: Path
     """Folder of the journal."""
     run_id: str
@@ -83,28 +84,29 @@ class RolloutPlan:
 
     @property
     def group_size(self) -> int:
-        """Episodes of one sample."""
+        """Number of episodes per sample."""
         return self.spec.episodes.group_size
 
     @property
     def max_concurrent(self) -> int:
-        """Largest number of samples that are admitted and not yet accepted: in play, or in flight
-        to the trainer."""
+        """Maximum number of samples that are admitted and not yet accepted: being played, or in
+        transfer to the trainer."""
         return self.spec.options.max_concurrent_rollouts or self.players + self.credits
 
     @property
     def players(self) -> int:
-        """Samples that all rollout workers play at once."""
+        """Number of samples that all rollout workers together can play at once."""
         return self.spec.options.n_rollout_workers * max(1, self.spec.sessions // self.group_size)
 
     @property
     def credits(self) -> int:
-        """Finished samples of one rollout worker that may be in flight to the trainer."""
+        """Maximum number of one rollout worker's finished samples that may be in transfer to the
+        trainer."""
         return max(8, 2 * self.batch_size)
 
     @property
     def drops_stale(self) -> bool:
-        """Whether stale samples are dropped; otherwise a step waits for stragglers before they
+        """Whether stale samples are dropped. Otherwise a step waits for stragglers before they
         become stale."""
         return self.spec.options.staleness_policy == "drop"
 
@@ -123,7 +125,7 @@ class RolloutPlan:
         )
 
     def build_staleness(self) -> StalenessManager:
-        """Return the counters of admission as they are after ``completed_steps``."""
+        """Return the admission counters as they are after ``completed_steps``."""
         consumed = self.completed_steps * self.batch_size
         return StalenessManager(
             batch_size=self.batch_size,
@@ -141,22 +143,22 @@ ROLLOUT = "rollout_worker"
 GENERATION = "generation"
 TRAINER = "model_worker"
 JOURNAL_FILE = "journal.snapshot"
-"""File of a checkpoint with the state of the journal at its step."""
+"""File, within a checkpoint, with the journal's state at the checkpoint's step."""
 STOP_TIMEOUT_S = 120.0
-"""Time in seconds beyond the rollout deadline that workers have to stop at the end of the run."""
+"""Seconds beyond the rollout deadline that workers get to stop at the end of the run."""
 WATCH_S = 2.0
-"""Interval in seconds at which expired leases and the receivers are checked."""
+"""Seconds between checks for expired leases and failed receivers."""
 SHARE_DEADLINE_FACTOR = 4
-"""Deadline of a share of an evaluation, in rollout deadlines: a player plays several episodes of it
-in sequence."""
+"""Deadline of an evaluation share as a multiple of the rollout deadline, because a player plays
+several of its episodes in sequence."""
 
 
 class AsyncRollouts(StepSource):
     """Step source of an asynchronous run. Create it with ``open``, before the executor.
 
-    The parts are created in the order of their dependencies: the shared state (sample locations,
-    evaluation queue) first, then the control, then weight updates and held-out evaluations, which
-    call the control.
+    The components are created in the order of their dependencies: the shared state (sample
+    locations, evaluation queue) first, then the control, then weight updates and held-out
+    evaluations, which call the control.
     """
 
     def __init__(
@@ -173,9 +175,9 @@ class AsyncRollouts(StepSource):
         self._ledger = ledger
         self._warn = warn
         self._rollout_workers: dict[str, str] = {}
-        """Incarnation (name and pid) of each registered rollout worker, by name."""
+        """Incarnation (name and pid) of each registered rollout worker, by worker name."""
         self._env: dict[str, str] = {}
-        """URL of each environment service, by name of its worker."""
+        """URL of each environment service, by name of the worker that runs it."""
         self._playing = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._queue = SampleQueue(source, plan.batch_size)
@@ -226,8 +228,8 @@ class AsyncRollouts(StepSource):
         self._step_metrics = GenerationMetrics(caller, self._weights, plan.timeout_s)
         self._live_metrics = GenerationMetrics(caller, self._weights, plan.timeout_s)
         self._totals: defaultdict[str, float] = defaultdict(float)
-        """Failures and retries since the start of this process, by ``failures/<kind>`` and
-        ``retries/<kind>``."""
+        """Number of failures and retries since this process started, keyed by ``failures/<kind>``
+        and ``retries/<kind>``."""
 
     @classmethod
     async def open(
@@ -237,10 +239,10 @@ class AsyncRollouts(StepSource):
         source: DataSource,
         warn: Callable[[str], None] = _log.warning,
     ) -> AsyncRollouts:
-        """Open the rollouts and resume from the journal in ``plan.folder``, if there is one.
+        """Open the rollouts, and resume from the journal in ``plan.folder`` if there is one.
 
-        ``warn(text)`` is called with warnings for the user. Raises JournalError, also if the
-        journal and the checkpoint are from different histories, and RpcError.
+        ``warn(text)`` is called with warnings for the user. Raises RpcError, and JournalError, also
+        if the journal and the checkpoint belong to different histories.
         """
         ledger, recovery = RolloutLedger.open(
             plan.folder,
@@ -272,9 +274,9 @@ class AsyncRollouts(StepSource):
         self._streams = await self._receivers.open(request)
 
     async def _recover(self, recovery: Recovery) -> None:
-        """Restore the state of the journal: read arrived samples back, requeue those that were in
-        play, and repeat steps after the checkpoint with the same samples. Samples whose payload
-        cannot be read are dropped."""
+        """Restore the state of the journal: read arrived samples from the payload logs, requeue
+        those that were being played, and repeat the steps after the checkpoint with the same
+        samples. Samples whose payload cannot be read are dropped."""
         items = [(admit.id, accept.attempt, accept.ref) for admit, accept in recovery.accepted]
         arrivals = await self._receivers.restore(items, self._locations, self._plan.load_timeout_s)
         staged: dict[str, tuple[Admit, SequenceSample]] = {}
@@ -336,8 +338,8 @@ class AsyncRollouts(StepSource):
 
     @property
     def results(self) -> ResultSink:
-        """The control of the rollouts, which journals what was trained and passes it to the data
-        source."""
+        """The rollouts' control, which journals the trained samples and passes their results to the
+        data source."""
         return self.control
 
     def loader(self, buffer: AsyncIOSequenceBuffer, storage: StorageMap) -> StreamLoader:
@@ -355,7 +357,7 @@ class AsyncRollouts(StepSource):
     # ---- workers
 
     def worker_joined(self, info: WorkerInfo) -> None:
-        """Start to use a worker that has registered."""
+        """Start to use a newly registered worker."""
         if info.kind == GENERATION:
             self._weights.worker_joined(info.name)
         elif "env" in info.endpoints:
@@ -368,7 +370,7 @@ class AsyncRollouts(StepSource):
                 self._spawn(self._play(info.name))
 
     def worker_left(self, name: str, reason: str) -> None:
-        """Requeue the samples of a worker that has died, or fail the run if it is a trainer."""
+        """Requeue the samples of a worker that has died. If it was a trainer, fail the run."""
         if name.startswith(f"{GENERATION}/"):
             self._weights.worker_left(name)
         elif name in self._rollout_workers:
@@ -386,8 +388,8 @@ class AsyncRollouts(StepSource):
         await asyncio.gather(*(self._play(name) for name in list(self._rollout_workers)))
 
     async def _run_self_test(self) -> None:
-        """Run the self-test of weight updates. Raises WrongWeights, or the failure of the rollouts
-        if that is first."""
+        """Run the self-test of weight updates. Raises WrongWeights, or the rollouts' failure if
+        that happens first."""
         test = SelfTest(
             self._caller, self._weights, timeout_s=self._plan.load_timeout_s, warn=self._warn
         )
@@ -396,9 +398,9 @@ class AsyncRollouts(StepSource):
         )
 
     async def _play(self, name: str) -> None:
-        """Ask a rollout worker to play, once per incarnation: two rollout loops in one process
-        would share sessions and cache rows. If its episodes need an environment service, this does
-        nothing until there is one."""
+        """Tell a rollout worker to start playing. This is done once per incarnation, because two
+        rollout loops in one process would share sessions and cache rows. If episodes need an
+        environment service, nothing is done until there is one."""
         incarnation = self._rollout_workers.get(name)
         ready = self._playing and (self._env or not self._plan.needs_env)
         if incarnation is None or incarnation in self.control.workers or not ready:
@@ -412,9 +414,10 @@ class AsyncRollouts(StepSource):
             _log.warning("%s", error)
 
     async def drain(self) -> None:
-        """Stop admission and wait until the samples in play are finished and the sessions closed.
+        """Stop admission, and wait until all samples being played are finished and their sessions
+        closed.
 
-        Raises RolloutsFailed after the rollout deadline and ``STOP_TIMEOUT_S`` seconds.
+        Raises RolloutsFailed when the rollout deadline plus ``STOP_TIMEOUT_S`` seconds have passed.
         """
         self._playing = False
         self.control.pause()
@@ -427,10 +430,10 @@ class AsyncRollouts(StepSource):
             ) from None
 
     def _on_load_failed(self, worker: str, error: Exception) -> None:
-        """Dismiss a generation worker that did not load weights; fail the run if it is the only
-        one.
+        """Dismiss a generation worker that did not load weights. If it is the only one, fail the
+        run.
 
-        The others go on without it until its successor has joined.
+        The other workers continue without it until its successor has joined.
         """
         if self._weights.versions.keys() == {worker}:
             self.control.fail(RolloutsFailed(f"{worker} did not load the weights: {error}"))
@@ -447,17 +450,17 @@ class AsyncRollouts(StepSource):
     # ---- steps
 
     async def publish(self, completed_steps: int) -> None:
-        """Publish new weights to the generation workers. Raises the failure of the rollouts if that
-        comes first."""
+        """Publish new weights to the generation workers. Raises the rollouts' failure if that
+        happens first."""
         await self._run_unless_failed(self._held_out.publish(completed_steps))
 
     async def evaluate(self, step: int, evaluation: EvaluationSpec, deliver: Deliver) -> bool:
-        """Start an evaluation with the current weights on the rollout workers, in parallel with
+        """Start an evaluation of the current weights on the rollout workers, in parallel with
         training.
 
-        Returns True once the weights are pinned for it, or False where it is by another interface
-        than the rollouts: that one is the trainer's. Raises the failure of the rollouts if that
-        comes first.
+        Returns True once the weights are pinned for it. Returns False if the evaluation uses
+        another interface than the rollouts do; the trainer then has to run it. Raises the rollouts'
+        failure if that happens first.
         """
         if evaluation.interface != self._plan.spec.calls[0].interface:
             return False
@@ -473,16 +476,16 @@ class AsyncRollouts(StepSource):
         return self._held_out.is_running
 
     async def wait_for_evaluation(self) -> None:
-        """Wait until no evaluation is being played. Raises the failure of the rollouts if that
-        comes first."""
+        """Wait until no evaluation is being played. Raises the rollouts' failure if that happens
+        first."""
         await self._run_unless_failed(self._held_out.wait())
 
     async def _run_unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await ``work`` and return its result, or cancel it and raise the failure of the rollouts
-        if that comes first.
+        """Await ``work`` and return its result. If the rollouts fail first, cancel it and raise
+        their failure.
 
-        ``work`` may wait for an evaluation, which would never end after a failure: no worker takes
-        its shares then.
+        ``work`` may wait for an evaluation, which would never end after a failure because no worker
+        takes its shares any more.
         """
         running = asyncio.ensure_future(work)
         try:
@@ -492,7 +495,7 @@ class AsyncRollouts(StepSource):
         return running.result()
 
     async def prepare_checkpoint(self) -> None:
-        """Wait until the journal's records about the steps of the checkpoint are on the disk."""
+        """Wait until the journal records of the checkpoint's steps are on disk."""
         await self._ledger.wait_until_durable()
 
     async def save(self, completed_steps: int, folder: Path) -> None:
@@ -517,9 +520,12 @@ class AsyncRollouts(StepSource):
         await self._receivers.prune(self._ledger)
 
     async def step_metrics(self, report: StepReport) -> dict[str, float]:
-        """Return the metrics of a step: ``rollout/...``, ``failures/<kind>`` and ``retries/<kind>``
-        of its samples and of the samples without signal that were dropped for it, and all of
-        ``live`` but the totals."""
+        """Return the metrics of a step.
+
+        These are ``rollout/...``, ``failures/<kind>`` and ``retries/<kind>`` of the step's samples
+        and of the samples without signal that were dropped for it, and all live metrics except the
+        totals.
+        """
         metrics = rollout_metrics([*report.results, *self.control.flat_of_step])
         if self._plan.spec.calls[0].resample:
             metrics["n_dropped_groups"] = float(len(self.control.flat_of_step))
@@ -544,13 +550,13 @@ class AsyncRollouts(StepSource):
         }
 
     def list_transcripts(self, report: StepReport) -> list[str]:
-        """Return the transcripts that the samples carry."""
+        """Return the transcripts in the samples' metadata."""
         return episode_texts(report.results)
 
     async def collect_live_metrics(self) -> dict[str, dict[str, float]]:
         """Return the metrics that the display shows between steps: {section: {name: value}}.
 
-        The sections ``failures_total`` and ``retries_total`` count since the start of this process.
+        The sections ``failures_total`` and ``retries_total`` count since this process started.
         """
         sections: dict[str, dict[str, float]] = {}
         for name, value in self._totals.items():
@@ -569,7 +575,7 @@ class AsyncRollouts(StepSource):
     # ---- end
 
     async def close(self) -> None:
-        """Cancel all tasks and release everything, in any state."""
+        """Cancel all tasks and release all resources. May be called in any state."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -579,7 +585,7 @@ class AsyncRollouts(StepSource):
         await asyncio.to_thread(self._ledger.close)
 
     def record_end(self) -> None:
-        """Journal that the run has ended."""
+        """Write to the journal that the run has ended."""
         self._ledger.append(End())
 
     def _discard(self, ids: Sequence[str]) -> None:

@@ -7,10 +7,11 @@ moment; only waiting for capacity, for samples and for the disk is asynchronous.
 ``RolloutControl.allocate``, called by a rollout worker
   produces: leases of samples and shares of an evaluation;
   waits for: capacity;
-  unblocked by: a new version, the end of a sample in play, or ``hold_s`` seconds (the worker asks again).
+  unblocked by: a new version, the end of a sample being played, or ``hold_s`` seconds (the worker
+      asks again).
 ``RolloutControl.record_arrivals``, called by a model worker
   produces: staged samples;
-  waits for: the journal's records on the disk;
+  waits for: the journal's records to be on disk;
   unblocked by: the journal's writer, or ``async_rl.journal_timeout_s``.
 ``RolloutControl.step_batch``, called by the stream loader
   produces: the samples of a step;
@@ -79,50 +80,52 @@ _log = logging.getLogger(__name__)
 LEASE_GRACE_S = 30.0
 """Seconds after a sample's deadline until it is taken back from a worker that did not answer."""
 MAX_CONSECUTIVE_FAILURES = 8
-"""Abort the run after this many samples are given up with none accepted in between."""
+"""The run fails when this many samples have been given up with none accepted in between."""
 
 
 class RolloutsFailed(RuntimeError):
-    """The rollouts cannot go on: all fail, or one failed with ``rollout.on_failure=fail_fast``."""
+    """Error: the rollouts cannot continue. All of them fail, or one failed with
+    ``rollout.on_failure=fail_fast``."""
 
 
 @dataclass(frozen=True)
 class RolloutRules:
-    """Limits at which a sample is given up, replaced or dropped, and at which the run fails."""
+    """Limits that decide when a sample is given up, replaced or dropped, and when the run fails."""
 
     total: int
-    """Samples that the run trains in all."""
+    """Total number of samples that the run trains."""
     deadline_s: float
-    """Time in seconds that a worker has for a sample."""
+    """Time in seconds that a worker gets to play a sample."""
     max_attempts: int
-    """Failed attempts after which a sample is given up."""
+    """Number of failed attempts after which a sample is given up."""
     fail_fast: bool = False
     """Whether the first failure ends the run."""
     drop: bool = False
-    """Whether stale samples are dropped; otherwise a step waits for stragglers before they become
+    """Whether stale samples are dropped. Otherwise a step waits for stragglers before they become
     stale."""
     max_deaths: int = 3
-    """Deaths of the process that plays a sample after which it is given up."""
+    """Number of times that the process playing a sample may die before the sample is given up."""
     max_flat: int = 0
-    """Samples without ``signal`` that are dropped and replaced for every batch of accepted
-    samples."""
+    """Maximum number of samples without learning signal that are dropped and replaced per batch of
+    accepted samples."""
     signal: GroupSignal = field(default_factory=GroupSignal)
-    """Decides whether a group of episodes has a learning signal (its rewards are not all equal)."""
+    """Function that returns whether a group of episodes has a learning signal (its rewards are not
+    all equal)."""
 
     def mark_suspect(self, task: QueuedTask) -> QueuedTask:
-        """Return a task that comes back, marked as a suspect if one more death would be its
-        last."""
+        """Return a requeued task, marked as a suspect if it would be given up after one more
+        death."""
         return replace(task, suspect=task.deaths >= max(1, self.max_deaths - 1))
 
 
 @dataclass
 class _Lease:
-    """A sample in play."""
+    """A sample being played."""
 
     task: QueuedTask
     """The sample and its attempts so far."""
     worker: str
-    """The worker incarnation that plays it."""
+    """Incarnation of the worker that plays it."""
     expires: float
     """Time on ``process_clock``, in seconds, at which the sample is taken back."""
 
@@ -131,11 +134,11 @@ class RolloutControl:
     """State machine of all samples of the run, from admission to training.
 
     ``discard(ids)`` is called with accepted samples that will never be trained, ``warn(text)`` with
-    a message about each sample that is given up. Workers are named by incarnation (name and pid),
-    so that a successor is another worker. ``locations`` and ``evaluations`` are shared with the
-    stream and the held-out evaluations.
+    a message about each sample that is given up. Workers are identified by incarnation (name and
+    pid), so that a successor counts as another worker. ``locations`` and ``evaluations`` are shared
+    with the stream and the held-out evaluations.
 
-    It is the executor's result sink: ``record`` and ``stats``.
+    It is the executor's result sink, with the methods ``record`` and ``stats``.
     """
 
     def __init__(
@@ -167,26 +170,26 @@ class RolloutControl:
         """The samples in ``_open`` by worker."""
         self._requests = PendingRequests()
         self._staged: dict[str, SequenceSample] = {}
-        """Metadata of accepted samples that no step has taken."""
+        """Metadata of accepted samples that no step has taken yet."""
         self._replay: dict[int, list[str]] = {}
         """Samples of the steps that a resumed run repeats, by step."""
         self._step_of: dict[str, int] = {}
         self._next_order = 0
         self._changed = asyncio.Event()
-        """Set at every change, then replaced by a new event: each waiter waits for the change after
-        its look."""
+        """Event that is set at every change and then replaced by a new one, so that a waiter is
+        woken by the first change after it has checked the state."""
         self._failure: BaseException | None = None
         self.paused = False
         self._consecutive_failures = 0
         self._flat_batch = 0
-        """The batch of accepted samples, counted from 0, that ``_n_flat`` is about."""
+        """Number of the batch of accepted samples, from 0, to which ``_n_flat`` refers."""
         self._n_flat = 0
         self._flat: list[SampleResult] = []
         self.flat_of_step: list[SampleResult] = []
-        """Results of samples without signal that were dropped between the last step and the one
-        before it."""
+        """Results of samples without signal that were dropped since the step before the last
+        one."""
         self.flat_trained = 0
-        """Samples without signal among those that the last step trained."""
+        """Number of samples without signal among those trained in the last step."""
         self.lost_attempts = 0
         self.given_up = 0
         self.refused = 0
@@ -194,14 +197,14 @@ class RolloutControl:
     # ---- rollout workers
 
     def worker_joined(self, worker: str) -> None:
-        """Let an incarnation of a rollout worker take samples from now on."""
+        """Allow an incarnation of a rollout worker to take samples from now on."""
         self.workers.add(worker)
 
     def worker_left(self, worker: str, reason: str) -> None:
         """Requeue the samples of a worker that died or stopped.
 
-        One of these samples may crash workers. Suspects are never leased together, so the next
-        crash identifies the culprit.
+        One of these samples may be the cause of the crash. Suspects are never leased together, so
+        the next crash identifies the culprit.
         """
         self.workers.discard(worker)
         self._evaluations.worker_left(worker, reason)
@@ -214,11 +217,11 @@ class RolloutControl:
 
     @property
     def in_play(self) -> int:
-        """Number of samples that workers are playing; each has a deadline."""
+        """Number of samples being played by workers; each has a deadline."""
         return len(self._open)
 
     async def wait_unless_failed(self, work: asyncio.Future[Any]) -> None:
-        """Wait for ``work``. Raises its error, or the error passed to ``fail`` if that comes
+        """Wait for ``work``. Raises its error, or the error passed to ``fail`` if that happens
         first."""
         work.add_done_callback(lambda _: self.wake())
         while not work.done():
@@ -237,13 +240,12 @@ class RolloutControl:
     async def allocate(
         self, worker: str, count: int, hold_s: float
     ) -> tuple[list[RolloutLease] | None, list[EvaluationPart]]:
-        """Return between one and ``count`` samples and shares of an evaluation for a worker to
-        play.
+        """Return up to ``count`` samples and evaluation shares, at least one, for a worker to play.
 
-        Samples are journaled before they are returned: their records reach the disk no later than
-        their results do. Waits for capacity up to ``hold_s`` seconds, then returns (None, []): ask
-        again. Returns ([], []) when the worker must stop: the run is ending, or the master
-        considers the worker gone.
+        Samples are journaled before they are returned, so that their records reach the disk no
+        later than their results do. Waits for capacity up to ``hold_s`` seconds, then returns
+        (None, []): the worker should ask again. Returns ([], []) when the worker must stop, because
+        the run is ending or the master considers the worker gone.
         """
         until = process_clock.now() + hold_s
         while worker in self.workers and self._failure is None and not self.paused:
@@ -261,7 +263,7 @@ class RolloutControl:
         return [], []
 
     def pause(self) -> None:
-        """Lease no more samples; those in play are finished."""
+        """Stop leasing samples. Those already being played are finished."""
         self.paused = True
         self.wake()
 
@@ -273,8 +275,8 @@ class RolloutControl:
 
     @property
     def complete(self) -> bool:
-        """Whether the run has all the samples it trains: accepted or, if stale ones may be dropped,
-        trained."""
+        """Whether the run has all the samples that it trains: accepted or, if stale ones may be
+        dropped, trained."""
         done = self.staleness.consumed if self._rules.drop else self.staleness.accepted
         return done >= self._rules.total
 
@@ -317,8 +319,8 @@ class RolloutControl:
         return leases
 
     def _build_draw(self, first: QueuedTask) -> Draw:
-        """Return the record of a draw from the source whose first item, ``first``, has already left
-        the queue."""
+        """Return the journal record of a draw from the source. ``first`` is the first item drawn,
+        which has already left the queue."""
         state = self._queue.state()
         return Draw({**state, "drawn": [first.item.to_map(), *state["drawn"]]})
 
@@ -348,7 +350,7 @@ class RolloutControl:
     ) -> None:
         """Record a failed attempt: requeue the sample, or give it up after too many failures.
 
-        Reports about an attempt that the worker no longer has are ignored.
+        A report about an attempt that no longer belongs to the worker is ignored.
         """
         entry = self._open.get(sample_id)
         if entry is None or entry.task.attempt != attempt or entry.worker != worker:
@@ -360,7 +362,8 @@ class RolloutControl:
         self.wake()
 
     def expire(self) -> None:
-        """Requeue samples and shares whose deadline passed more than a grace period ago."""
+        """Requeue samples and evaluation shares whose deadline passed more than a grace period
+        ago."""
         self._evaluations.expire()
         now = process_clock.now()
         for sample_id in [i for i, entry in self._open.items() if entry.expires < now]:
@@ -368,7 +371,7 @@ class RolloutControl:
         self.wake()
 
     def _return(self, sample_id: str, outcome: str, message: str) -> None:
-        """Requeue a sample in play after a failure or a death of its worker, or give it up."""
+        """Requeue a sample whose attempt failed or whose worker died, or give up on it."""
         failed = self._close(sample_id).task
         died = outcome == DIED
         task = self._rules.mark_suspect(
@@ -407,7 +410,7 @@ class RolloutControl:
             )
 
     def _close(self, sample_id: str) -> _Lease:
-        """Remove and return the lease of a sample in play."""
+        """Remove and return the lease of a sample."""
         entry = self._open.pop(sample_id)
         del self._open_of[entry.worker][sample_id]
         return entry
@@ -418,7 +421,7 @@ class RolloutControl:
         """Accept or refuse the samples that a model worker has received; return an answer for each
         of them.
 
-        Returns when the journal's records are on the disk. Raises CodecError on malformed metadata.
+        Returns when the journal's records are on disk. Raises CodecError on malformed metadata.
         """
         answers = [self._accept(arrival, worker) for arrival in arrivals]
         number = self._ledger.last
@@ -460,8 +463,8 @@ class RolloutControl:
         return ACCEPTED
 
     def _drop_flat(self, accept: Accept, result: SampleResult) -> None:
-        """Drop a sample without learning signal and record its result at the source, in one append
-        to the journal.
+        """Drop a sample without learning signal and pass its result to the source, in one append to
+        the journal.
 
         This is the dynamic sampling of DAPO (Yu et al. 2025).
         """
@@ -515,7 +518,7 @@ class RolloutControl:
         self.wake()
 
     def waiting_for(self, step: int) -> str:
-        """Return a phrase that says what a step waits for, for stall reports."""
+        """Return a phrase that explains what a step waits for, for stall reports."""
         slow = self.gate.stragglers(step)
         shown = ", ".join(slow[:4]) + (", ..." if len(slow) > 4 else "")
         return f"{self.gate.n_staged} samples have arrived" + (
@@ -523,7 +526,7 @@ class RolloutControl:
         )
 
     def record(self, results: Sequence[SampleResult]) -> None:
-        """Record that a step was trained on these samples, in this order."""
+        """Record that a step was trained on the samples with these results, in this order."""
         step = self._step_of[results[0].id]
         for result in results:
             del self._step_of[result.id]
@@ -539,18 +542,18 @@ class RolloutControl:
         )
 
     def set_version(self, version: int) -> None:
-        """Record that every current generation worker has loaded ``version``; this raises the
+        """Record that every current generation worker has loaded ``version``, which increases the
         capacity."""
         if version > self.staleness.version:
             self.staleness.set_version(version)
             self.wake()
 
     def stats(self) -> dict[str, float]:
-        """Return the metrics of the data source."""
+        """Return the data source's metrics."""
         return self._queue.source.stats()
 
     def counters(self) -> dict[str, int]:
-        """Return all counters of admission by name."""
+        """Return all admission counters by name."""
         return {
             **self.staleness.counters(),
             "capacity": self.capacity,
@@ -570,10 +573,13 @@ class RolloutControl:
         replay: Mapping[int, Sequence[str]],
         next_order: int,
     ) -> None:
-        """Restore the state of a journal.
+        """Restore the state recovered from a journal.
 
-        ``open_tasks`` were in play and are played again; ``staged`` had arrived; ``replay`` holds
-        the samples of the steps to repeat. ``next_order`` is the number of the next admission.
+        Args:
+            open_tasks: Samples that were being played; they are played again.
+            staged: Samples that had arrived.
+            replay: Samples of the steps to repeat, by step.
+            next_order: Number of the next admission.
         """
         self._next_order = next_order
         for task in open_tasks:
@@ -588,12 +594,13 @@ class RolloutControl:
         self._n_flat = sum(number // size == self._flat_batch for number in self._ledger.state.flat)
 
     def fail(self, error: BaseException) -> None:
-        """Fail the rollouts: waits raise the first ``error``, and no more samples are leased."""
+        """Fail the rollouts: every wait raises the first ``error`` passed here, and no more samples
+        are leased."""
         self._failure = self._failure or error
         self.wake()
 
     def wake(self) -> None:
-        """Wake every waiter, but of the workers that wait for samples only as many as there is
+        """Wake every waiter. Of the workers that wait for samples, wake only as many as there is
         capacity for."""
         self._changed.set()
         self._changed = asyncio.Event()
@@ -612,14 +619,14 @@ CALLS: dict[str, Call[Any, Any]] = {
     call.name: call for call in (ALLOCATE, ARRIVED, REJECTED, EVALUATED, STOPPED)
 }
 MAX_LEASES = 4096
-"""Largest number of samples in one answer; bounds the size of the message."""
+"""Maximum number of samples in one answer, which limits the size of the message."""
 MAX_HOLD_S = 60.0
-"""Longest time in seconds that a request for samples may wait."""
+"""Maximum time in seconds that a request for samples may wait."""
 
 
 class RolloutService:
-    """Network service of ``RolloutControl``, which answers every request in a task on the running
-    loop.
+    """Network service in front of ``RolloutControl``. It answers every request in a separate task
+    on the running loop.
 
     A malformed request gets an error as its answer; any other error in a request ends the run.
     """
@@ -634,7 +641,7 @@ class RolloutService:
         self.endpoint = self._server.endpoint
 
     async def close(self) -> None:
-        """Stop the service; waiting requests are not answered."""
+        """Stop the service. Waiting requests get no answer."""
         for task in self._tasks:
             task.cancel()
         await self._server.close()

@@ -32,11 +32,11 @@ from realhf.transport.errors import RpcError
 from realhf.transport.rpc_master import RpcMaster
 
 ATTEMPTS = 3
-"""Attempts at an evaluation. After the pinned weights are lost it starts again with the current
-ones."""
+"""Maximum number of attempts at an evaluation. If the pinned weights are lost, it starts again with
+the current ones."""
 SHARES_PER_PLAYER = 4
-"""Shares for each concurrent player: small enough that the players finish at about the same
-time."""
+"""Number of shares per concurrent player, so that shares are small and the players finish at about
+the same time."""
 _POLL_S = 0.1
 _log = logging.getLogger(__name__)
 Deliver = Callable[[Report], None]
@@ -45,10 +45,14 @@ Deliver = Callable[[Report], None]
 class HeldOutEvaluations:
     """Runner of held-out evaluations, one at a time.
 
-    ``queue`` is shared with the control of the rollouts, which hands out its shares. ``players``:
-    samples that all rollout workers play at once; ``deadline_s``: for one share; ``timeout_s``: for
-    one call to a generation worker. Callbacks: ``wake()`` when there are shares to hand out,
-    ``warn(text)`` for the user, ``fail(error)`` for an error that must end the run.
+    Args:
+        queue: Evaluation queue shared with the rollouts' control, which hands out the shares.
+        players: Number of samples that all rollout workers play at once.
+        deadline_s: Deadline of one share, in seconds.
+        timeout_s: Timeout of one call to a generation worker, in seconds.
+        wake: Called when there are shares to hand out.
+        warn: Called with warnings for the user.
+        fail: Called with an error that must end the run.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class HeldOutEvaluations:
         self._task: asyncio.Task[None] | None = None
         self._holds_back_publishing = False
         self._lock = asyncio.Lock()
-        """Held while weights are pinned or published: neither may happen during the other."""
+        """Held while weights are being pinned or published, so that the two never overlap."""
 
     @property
     def is_running(self) -> bool:
@@ -105,8 +109,8 @@ class HeldOutEvaluations:
             await asyncio.sleep(0)  # let its done callback run
 
     async def publish(self, version: int) -> None:
-        """Publish weights, after the running evaluation where an engine cannot keep two
-        versions."""
+        """Publish weights. Where an engine cannot keep two versions, wait for the running
+        evaluation first."""
         while True:
             if self._holds_back_publishing:
                 await self.wait()
@@ -191,8 +195,8 @@ class HeldOutEvaluations:
             playing.cancel()
 
     async def _pin(self) -> tuple[int, list[str]]:
-        """Have the generation workers keep the newest weights. Returns the version and the workers
-        that keep it."""
+        """Have the generation workers keep ("pin") the newest weights. Returns the version, and the
+        workers that keep it."""
         deadline = process_clock.now() + self._timeout_s
         while not self._weights.current_workers and process_clock.now() < deadline:
             await asyncio.sleep(_POLL_S)  # all workers have died; their successors are starting

@@ -65,12 +65,12 @@ def rollout_metrics(results: Sequence[SampleResult]) -> dict[str, float]:
 
 
 def episode_texts(results: Sequence[SampleResult]) -> list[str]:
-    """Return the transcripts that the samples carry as metadata."""
+    """Return the transcripts in the samples' metadata."""
     return [str(text) for result in results if (text := result.metadata.get("episode"))]
 
 
 def _count_kinds(notes: Sequence[dict[str, Any]], name: str, section: str) -> dict[str, float]:
-    """Return the sum over ``notes`` of the counts in ``name``, as {section/kind: count}."""
+    """Sum the counts in the field ``name`` of all ``notes``, as {section/kind: count}."""
     total: Counter[str] = Counter()
     for note in notes:
         total.update(note[name])
@@ -86,10 +86,10 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 
 class GenerationMetrics:
-    """Metrics of the generation workers, read by calling each of them.
+    """Metrics of the generation workers, which are read by calling each of them.
 
-    Occupancy and tokens per second are measured since the previous ``read``, so each reader with a
-    pace of its own needs its own instance. ``timeout_s`` bounds a call.
+    Occupancy and tokens per second are measured since the previous ``read``, so readers with
+    different intervals need separate instances. ``timeout_s`` limits each call.
     """
 
     def __init__(self, caller: RpcMaster, weights: WeightUpdates, timeout_s: float) -> None:
@@ -97,11 +97,11 @@ class GenerationMetrics:
         self._weights = weights
         self._timeout_s = timeout_s
         self._before: dict[str, tuple[float, float, float]] = {}
-        """Time, busy seconds and generated tokens at the previous read, by worker."""
+        """Time, busy seconds and number of generated tokens at the previous read, by worker."""
 
     async def read(self) -> dict[str, float]:
-        """Return ``generation/...`` metrics of this moment. Workers that are dead or do not answer
-        are left out."""
+        """Return the current ``generation/...`` metrics. Workers that are dead or do not answer are
+        left out."""
         names = [name for name in self._weights.versions if name in self._caller.roster]
         replies = await asyncio.gather(
             *(
@@ -124,8 +124,8 @@ class GenerationMetrics:
         return metrics | self._compute_rates(statuses)
 
     def _compute_rates(self, statuses: Mapping[str, StatusAnswer]) -> dict[str, float]:
-        """Return mean occupancy and total tokens per second of the workers that were also there at
-        the last read."""
+        """Return the mean occupancy and total tokens per second of those workers that also answered
+        at the previous read."""
         busy: list[float] = []
         tokens: list[float] = []
         for name, status in statuses.items():

@@ -19,8 +19,8 @@ from realhf.base import process_clock
 
 
 class SampleLocations:
-    """The model worker that stores each arrived sample, for samples whose accepted attempt may
-    still be needed."""
+    """Location of each arrived sample: the model worker that stores it. Covers the samples whose
+    accepted attempt may still be needed."""
 
     def __init__(self) -> None:
         self._worker_of: dict[str, str] = {}
@@ -41,37 +41,38 @@ class SampleLocations:
         return ids_of
 
     def keep(self, is_needed: Callable[[str], bool]) -> None:
-        """Forget all samples for which ``is_needed(id)`` is False."""
+        """Forget all samples except those for which ``is_needed(id)`` is True."""
         self._worker_of = {i: worker for i, worker in self._worker_of.items() if is_needed(i)}
 
 
 MAX_SHARE_ATTEMPTS = 3
-"""Failures of one share, including deaths of the worker that plays it, after which the evaluation
-fails."""
+"""Number of failures of one share, including deaths of the worker playing it, after which the
+evaluation fails."""
 EVALUATION_GRACE_S = 30.0
 """Seconds after a share's deadline until it is taken back from a worker that did not answer."""
 _Key = tuple[int, int, bool]
 
 
 class EvaluationFailed(RuntimeError):
-    """A share of a held-out evaluation failed too often, or no engine has the weights to
+    """Error: a share of a held-out evaluation failed too often, or no engine has the weights to
     evaluate."""
 
 
 @dataclass
 class _SharePlaying:
-    """A share that a worker has taken and not yet answered."""
+    """A share that a worker has taken and not answered yet."""
 
     part: EvaluationPart
     """The share."""
     worker: str
-    """The worker incarnation that plays it."""
+    """Incarnation of the worker that plays it."""
     expires: float
     """Time on ``process_clock``, in seconds, at which the share is taken back."""
 
 
 class EvaluationQueue:
-    """Shares of one held-out evaluation: waiting, being played, and their results.
+    """Queue of the shares of one held-out evaluation: waiting shares, shares being played, and
+    results.
 
     At most ``max_concurrent`` shares (at least one) are played at once while there are also samples
     to play, so that an evaluation cannot starve training. Only one evaluation is queued at a time.
@@ -88,8 +89,8 @@ class EvaluationQueue:
     async def play(self, parts: Sequence[EvaluationPart]) -> dict[bool, list[EpisodeResult]]:
         """Queue all shares and wait until workers have played them.
 
-        Returns {greedy: results in the order of the shares}. Raises EvaluationFailed when one share
-        fails too often.
+        Returns the results by whether they are greedy, in the order of the shares. Raises
+        EvaluationFailed when one share fails too often.
         """
         assert self._done is None, "one evaluation at a time"
         self._done = asyncio.get_running_loop().create_future()
@@ -109,8 +110,8 @@ class EvaluationQueue:
     def take(self, worker: str, count: int, *, alone: bool) -> list[EvaluationPart]:
         """Assign up to ``count`` shares to a worker and return them.
 
-        ``alone`` lifts the concurrency limit: there are no samples that the worker could play
-        instead.
+        ``alone`` lifts the concurrency limit, because there are no samples that the worker could
+        play instead.
         """
         limit = count if alone else min(count, self._max_concurrent - len(self._playing))
         shares: list[EvaluationPart] = []
@@ -123,12 +124,12 @@ class EvaluationQueue:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether there are shares that no worker has taken."""
+        """Whether there are shares that no worker has taken yet."""
         return bool(self._waiting)
 
     def record(self, worker: str, request: EvaluatedRequest) -> None:
-        """Record a worker's results for a share, or its failure. Answers for a share that the
-        worker no longer has are ignored."""
+        """Record a worker's results for a share, or its failure. An answer for a share that no
+        longer belongs to the worker is ignored."""
         key = (request.evaluation, request.part, request.greedy)
         entry = self._playing.get(key)
         if entry is None or entry.worker != worker:

@@ -1,8 +1,8 @@
-"""Queue of the samples to be played, and queue of the workers' requests for them.
+"""Queue of the samples to be played, and queue of the workers' requests for samples.
 
-With thousands of workers, most requests wait most of the time. Waking all of them at each change
+With thousands of workers, most requests are waiting at any time. Waking all of them at each change
 would make every arrival of a sample cost time proportional to the number of workers;
-``PendingRequests`` wakes a given number.
+``PendingRequests`` wakes only a given number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from realhf.api.source import DataSource, SampleResult, SourceItem
 def add_metadata(meta: SequenceSample, item: Mapping[str, Any]) -> SequenceSample:
     """Return ``meta`` with the metadata of its source item added.
 
-    The item's values win, so a rollout worker cannot change them.
+    The item's values take precedence, so a rollout worker cannot change them.
     """
     return meta.annotated({name: [value] for name, value in item.items()})
 
@@ -31,54 +31,54 @@ class QueuedTask:
     """A sample that waits to be admitted, with its history."""
 
     item: SourceItem
-    """The item of the data source that it was made from."""
+    """The data source's item for the sample."""
     attempt: int = 0
     """Number of the next attempt, from 0."""
     failures: int = 0
-    """Attempts that the rollout worker reported as failed."""
+    """Number of attempts that the rollout worker reported as failed."""
     order: int | None = None
-    """Number of its first admission; None before it."""
+    """Number of its first admission; None before that."""
     deaths: int = 0
-    """Attempts during which the process that played it died."""
+    """Number of attempts during which the process playing it died."""
     suspect: bool = False
-    """Whether it may be the cause of such deaths; no worker gets two suspects at once."""
+    """Whether it may have caused such deaths. No worker gets two suspects at once."""
 
 
 @dataclass
 class SampleQueue:
-    """Queue of tasks, filled from a data source.
+    """Queue of tasks that is filled from a data source.
 
     Draws ``batch_size`` items at a time, as a synchronous run does, so that a curriculum sees the
-    same requests. Samples that came back go first, in the order of their admission: the oldest is
+    same requests. Requeued samples go first, in the order of their admission, so that the oldest is
     played first.
     """
 
     source: DataSource
-    """Where new samples come from."""
+    """Source of new samples."""
     batch_size: int
-    """Items per draw."""
+    """Number of items per draw."""
     recorded: set[str] = field(default_factory=set)
-    """Samples whose result the source recorded before a crash; it is not recorded again when they
-    are retrained."""
+    """Ids of samples whose results the source recorded before a crash. They are not recorded again
+    when the samples are retrained."""
     exhausted: bool = False
     """Whether the source has no more items."""
     draws: int = 0
-    """Draws since this object was created."""
+    """Number of draws since this object was created."""
     drawn: deque[SourceItem] = field(default_factory=deque)
-    """Items that are drawn and not admitted."""
+    """Items that have been drawn and not admitted yet."""
     _returned: list[tuple[int, str, QueuedTask]] = field(default_factory=list)
-    """Heap of tasks that came back, by order of admission."""
+    """Heap of requeued tasks, by order of admission."""
     _suspects: list[tuple[int, str, QueuedTask]] = field(default_factory=list)
-    """Heap of suspects that came back, by order of admission."""
+    """Heap of requeued suspects, by order of admission."""
 
     @property
     def n_returned(self) -> int:
-        """Number of samples that came back and wait."""
+        """Number of requeued samples that are waiting."""
         return len(self._returned) + len(self._suspects)
 
     @property
     def n_suspects(self) -> int:
-        """Number of suspects among them."""
+        """Number of suspects among the requeued samples."""
         return len(self._suspects)
 
     @property
@@ -87,8 +87,8 @@ class SampleQueue:
         return self.exhausted and not self.drawn and not self.n_returned
 
     def take(self, *, suspects: bool = True) -> QueuedTask | None:
-        """Remove and return the next task, or None when there are no more. ``suspects=False`` skips
-        suspects."""
+        """Remove and return the next task; None when there are no more. With ``suspects=False``
+        suspects are skipped."""
         waiting = [heap for heap in (self._returned, self._suspects if suspects else None) if heap]
         if waiting:
             return heapq.heappop(min(waiting, key=lambda heap: heap[0][:2]))[-1]
@@ -100,7 +100,7 @@ class SampleQueue:
         return QueuedTask(self.drawn.popleft()) if self.drawn else None
 
     def give_back(self, task: QueuedTask) -> None:
-        """Queue a task that is to be played again."""
+        """Requeue a task that is to be played again."""
         heap = self._suspects if task.suspect else self._returned
         heapq.heappush(heap, (-1 if task.order is None else task.order, task.item.id, task))
 
@@ -122,7 +122,8 @@ class SampleQueue:
         }
 
     def load_state(self, state: Mapping[str, Any], admitted: Iterable[str]) -> None:
-        """Restore what ``state`` returned, without the items that were ``admitted`` since."""
+        """Restore what ``state`` returned, except for the items that have been ``admitted``
+        since."""
         admitted_ids = set(admitted)
         self.source.load_state_dict(dict(state["source"]))
         self.drawn = deque(
@@ -143,16 +144,17 @@ class PendingRequests:
     def __init__(self) -> None:
         self._waiting: OrderedDict[asyncio.Future[bool], None] = OrderedDict()
         self._of: dict[str, set[asyncio.Future[bool]]] = {}
-        """The unfinished requests of each worker."""
+        """Unfinished requests of each worker."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     async def wait_turn(self, worker: str, timeout_s: float) -> bool:
-        """Wait at the end of the queue; return True on a turn, False if ``timeout_s`` passes first.
+        """Wait in the queue, from its end, for a turn. Returns True when it comes, False if
+        ``timeout_s`` passes first.
 
         A caller that finds no capacity on its turn waits again, at the end of the queue. A caller
-        that no longer wants its turn must pass it on with ``wake(1)``.
+        that no longer needs its turn must pass it on with ``wake(1)``.
         """
         if timeout_s <= 0:
             return False

@@ -1,20 +1,20 @@
-"""Staleness bound: the counters of admission, and the gate that keeps slow rollouts from becoming
+"""Staleness limit: the admission counters, and the gate that prevents slow rollouts from becoming
 too old.
 
-Admission bounds the number of samples ahead of any sample. The gate decides which of the finished
-samples a step may take, such that the samples left behind still fit into the steps before they
-become too old.
+Admission limits the number of samples that can be trained before any given sample. The gate decides
+which of the finished samples a step may take, so that the samples left behind can still be trained
+before they become too old.
 """
 
 from __future__ import annotations
 
 
 class StalenessManager:
-    """The counters of admission, in samples, and the capacity that follows from them.
+    """Admission counters, in samples, and the capacity that follows from them.
 
-    After a recovery at version v: ``version=v``, ``consumed=v * batch_size``, and ``accepted`` is
-    the same plus the accepted samples that were restored. Raises ValueError on sizes below one and
-    negative counters.
+    After a recovery at version v, pass ``version=v`` and ``consumed=v * batch_size``; ``accepted``
+    is the same number plus the accepted samples that were restored. Raises ValueError on sizes
+    below one and negative counters.
     """
 
     def __init__(
@@ -39,25 +39,26 @@ class StalenessManager:
         self._eta = max_head_offpolicyness
         self._max_concurrent = max_concurrent
         self.version = version
-        """Lowest weight version that the current generation workers have loaded."""
+        """Lowest weight version among those that the current generation workers have loaded."""
         self.accepted = accepted
-        """Samples accepted in the run that were or will be trained, without the dropped ones."""
+        """Number of samples accepted in the run that were or will be trained, without the dropped
+        ones."""
         self.consumed = consumed
-        """Those of them that were trained."""
+        """Number of accepted samples that were trained."""
         self.running = 0
-        """Samples admitted whose outcome is not final."""
+        """Number of admitted samples without a final outcome."""
         self.rejected = 0
-        """Admissions that ended without a sample."""
+        """Number of admissions that ended without a sample."""
         self.dropped = 0
-        """Samples accepted and discarded later."""
+        """Number of samples accepted and discarded later."""
         self.admitted = 0
-        """Admissions since this object was created."""
+        """Number of admissions since this object was created."""
 
     @property
     def capacity(self) -> int:
         """Number of samples that may be admitted now.
 
-        Bounded by the concurrency, and by staleness: even if all samples that run or wait are
+        It is limited by concurrency and by staleness: even if all running and waiting samples are
         trained first, in whole batches, a new one is at most ``max_head_offpolicyness`` versions
         old when it is trained.
         """
@@ -74,32 +75,32 @@ class StalenessManager:
 
     def accept(self, count: int = 1) -> None:
         """Count running samples as accepted: they are finished and will be trained. Raises
-        ValueError beyond them."""
+        ValueError if there are not that many."""
         _check(count, self.running, "accepted", "are running:")
         self.running -= count
         self.accepted += count
 
     def restore_accepted(self, count: int) -> None:
-        """Count samples that were accepted before a restart and are restored."""
+        """Count samples that were accepted before a restart and have been restored."""
         self.accepted += count
 
     def reject(self, count: int = 1) -> None:
-        """Count running samples that ended without a result or return to the queue. Raises
-        ValueError beyond them."""
+        """Count running samples as rejected: they ended without a result or return to the queue.
+        Raises ValueError if there are not that many."""
         _check(count, self.running, "rejected", "are running:")
         self.running -= count
         self.rejected += count
 
     def drop(self, count: int = 1) -> None:
-        """Count accepted samples that will never be trained, which frees their capacity. Raises
-        ValueError beyond those that are accepted and not consumed."""
+        """Count accepted samples as dropped: they will never be trained, which frees their
+        capacity. Raises ValueError if there are not that many that are accepted and not
+        consumed."""
         _check(count, self.accepted - self.consumed, "dropped", "are accepted and not consumed:")
         self.accepted -= count
         self.dropped += count
 
     def consume(self, count: int) -> None:
-        """Count accepted samples that were trained. Raises ValueError beyond those that are
-        accepted."""
+        """Count accepted samples as trained. Raises ValueError if there are not that many."""
         _check(count, self.accepted - self.consumed, "consumed", "are accepted and not consumed:")
         self.consumed += count
 
@@ -134,7 +135,8 @@ def _check(count: int, limit: int, verb: str, why: str) -> None:
 
 
 class StragglerGate:
-    """Selection of the samples of each step, by admission version, among those that have arrived.
+    """Gate that selects the samples of each step, by admission version, among those that have
+    arrived.
 
     ``wait=False`` is the policy "drop": step batches are released without regard to stragglers, and
     ``drop_stale`` discards samples that arrived too late. Operations are O(1), a check
@@ -148,7 +150,7 @@ class StragglerGate:
         self._eta = max_head_offpolicyness
         self._wait = wait
         self._known: dict[str, tuple[int, int]] = {}
-        """Admission version and order of every sample."""
+        """Admission version and admission number of every sample."""
         # Samples in play and arrived samples by admission version; the inner dicts are ordered
         # sets.
         self._running: dict[int, dict[str, None]] = {}
@@ -156,7 +158,8 @@ class StragglerGate:
         self._n_staged = 0
 
     def __len__(self) -> int:
-        """Return the number of samples that are admitted and neither forgotten nor released."""
+        """Return the number of samples that have been admitted and neither forgotten nor
+        released."""
         return len(self._known)
 
     @property
@@ -175,8 +178,8 @@ class StragglerGate:
         self._running.setdefault(version, {})[id] = None
 
     def stage(self, id: str) -> None:
-        """Mark a sample as arrived. Raises ValueError for an unknown one and for one that has
-        arrived already."""
+        """Mark a sample as arrived. Raises ValueError for a sample that is unknown or has already
+        arrived."""
         version = self._version(id)
         if id not in self._running.get(version, ()):
             raise ValueError(f"{id} has arrived already")
@@ -186,7 +189,7 @@ class StragglerGate:
 
     def forget(self, id: str) -> None:
         """Remove a sample that was rejected or dropped, or will be admitted again. Raises
-        ValueError for an unknown one."""
+        ValueError for an unknown sample."""
         version = self._version(id)
         if id in self._staged.get(version, ()):
             _remove(self._staged, version, id)
@@ -196,13 +199,13 @@ class StragglerGate:
         del self._known[id]
 
     def release(self, step: int, *, final: bool = False) -> list[str] | None:
-        """Remove and return the ids of the step batch of ``step`` in the order of admission; None:
-        the step must wait.
+        """Remove and return the ids of the step batch of ``step`` in the order of admission; None
+        if the step must wait.
 
-        Chooses the earliest admission versions, among equals the earliest arrivals. ``final``:
-        there will be no more admissions, so a last batch of fewer than ``batch_size`` is released
-        once every sample has arrived; then an empty list means that no samples are left. Steps must
-        be requested in ascending order.
+        Chooses the lowest admission versions and, among equal ones, the earliest arrivals.
+        ``final`` means that there will be no more admissions. Then a last batch of fewer than
+        ``batch_size`` is released once every sample has arrived, and an empty list means that no
+        samples are left. Steps must be requested in ascending order.
         """
         outstanding = len(self._known)
         if self._n_staged < self._batch_size and not (final and outstanding == self._n_staged):
@@ -223,7 +226,7 @@ class StragglerGate:
     def stragglers(self, step: int) -> list[str]:
         """Return the running samples that ``step`` waits for, in the order of admission.
 
-        These are the samples that would become too old or, if only too few have arrived, all
+        These are the samples that would become too old or, if too few samples have arrived, all
         running samples. [] if the step need not wait.
         """
         blocked = self._find_blocking_version(step)
@@ -236,7 +239,7 @@ class StragglerGate:
 
     def drop_stale(self, step: int) -> list[str]:
         """Remove and return the arrived samples that are too old for ``step``, in the order of
-        admission; for the policy "drop"."""
+        admission. For the policy "drop"."""
         versions = [version for version in self._staged if version < step - self._eta]
         stale = sorted(
             (id for v in versions for id in self._staged[v]), key=lambda id: self._known[id][1]
@@ -246,10 +249,10 @@ class StragglerGate:
         return stale
 
     def count_overdue(self, step: int) -> int:
-        """Return the number of arrived samples that will be too old if the steps from ``step`` on
-        train them alone.
+        """Return the number of arrived samples that will be too old even if the steps from ``step``
+        on train nothing else.
 
-        There are such after a restart with a lower ``max_head_offpolicyness``.
+        There can be such samples after a restart with a lower ``max_head_offpolicyness``.
         """
         versions = [version for version in sorted(self._staged) for _ in self._staged[version]]
         return sum(
@@ -257,15 +260,15 @@ class StragglerGate:
         )
 
     def _find_blocking_version(self, step: int) -> int | None:
-        """Return the lowest admission version v at which ``step`` must wait for stragglers; None if
-        it need not.
+        """Return the lowest admission version v for which ``step`` must wait for stragglers; None
+        if it need not wait.
 
         ``step`` must wait if, after it has taken its batch, more samples of versions up to v would
         be left than fit into the steps before they are too old (v + eta - step steps), and some of
         them are still running. Only versions that occur need a check: between them the count is
         constant and the limit grows.
 
-        The step does not wait for samples that have all arrived. After a restart with a lower bound
+        The step does not wait for samples that have all arrived. After a restart with a lower limit
         some of them may be too old already, and waiting would not help.
         """
         if not self._wait:

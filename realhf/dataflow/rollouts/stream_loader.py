@@ -1,5 +1,5 @@
-"""Stream side of the master: calls to the workers that receive finished samples, and the loader of
-the step batches."""
+"""The master's side of the sample stream: calls to the workers that receive finished samples, and
+the loader of the step batches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from realhf.transport.rpc_master import RpcMaster
 class Receivers:
     """The master's calls to the model workers that receive the stream of finished samples.
 
-    ``workers`` are in the order of ranks. ``timeout_s`` bounds each call.
+    ``workers`` are in the order of ranks. ``timeout_s`` limits each call.
     """
 
     def __init__(self, caller: RpcMaster, workers: Sequence[str], timeout_s: float) -> None:
@@ -72,10 +72,10 @@ class Receivers:
         locations: SampleLocations,
         timeout_s: float,
     ) -> list[Arrival]:
-        """Have the workers read logged samples back, each on one worker; return their arrivals in
-        the order of ``items`` and record their locations.
+        """Have the workers read logged samples back, each sample on one worker. Returns their
+        arrivals in the order of ``items`` and records their locations.
 
-        ``items`` are (id, attempt, position in the payload log).
+        ``items`` are (id, attempt, location in the payload log).
         """
         parts = split_by_bytes([ref for _, _, ref in items], len(self._workers))
         answers = await asyncio.gather(
@@ -99,7 +99,7 @@ class Receivers:
     async def prune(self, ledger: RolloutLedger) -> None:
         """Have the workers delete payloads that no recovery needs.
 
-        The first worker also prunes the logs of ranks that this start of the run does not have.
+        The first worker also prunes the logs of ranks that the run had before but no longer has.
         """
         ranks = len(self._workers)
         kept: list[list[PayloadRef]] = [[] for _ in self._workers]
@@ -118,13 +118,13 @@ class Receivers:
         )
 
     async def check(self) -> None:
-        """Raise the error of a worker that cannot receive any more."""
+        """Raise the error of a worker that can no longer receive samples."""
         await asyncio.gather(
             *(self._ask(worker, STREAM_CHECK, Nothing()) for worker in self._workers)
         )
 
     async def clear(self, ids_of: Mapping[str, Sequence[str]]) -> None:
-        """Have workers free samples. ``ids_of``: sample ids by worker."""
+        """Have workers free samples. ``ids_of`` maps each worker to sample ids."""
         await asyncio.gather(
             *(self._ask(worker, CLEAR, ClearRequest(list(ids))) for worker, ids in ids_of.items())
         )
@@ -140,8 +140,8 @@ class Receivers:
 def split_by_bytes(refs: Sequence[PayloadRef], ranks: int) -> list[list[int]]:
     """Assign logged payloads to ranks; return the indices into ``refs`` for each rank.
 
-    A rank reads its own log up to its share of the bytes. Others read the rest, and the logs of
-    ranks that no longer exist after a restart with fewer ranks.
+    A rank reads its own log up to its share of the bytes. Other ranks read the rest, and also the
+    logs of ranks that no longer exist after a restart with fewer ranks.
     """
     homes = [rank_of(ref) if rank_of(ref) < ranks else None for ref in refs]
     return parts_near([ref[2] for ref in refs], homes, ranks)
@@ -151,13 +151,14 @@ class StreamLoader(StepLoader):
     """Loader of the step batches of an asynchronous run.
 
     ``source`` releases the samples of a step, ``held_by(ids)`` groups sample ids by the worker that
-    stores their tensors, ``keys`` enter the buffer, and ``busy()`` says whether samples or weights
-    are in flight. It has no state for a checkpoint: the journal holds it.
+    stores their tensors, ``keys`` are the keys that enter the buffer, and ``busy()`` returns
+    whether samples or weights are in flight. The loader has no state for a checkpoint, because the
+    journal holds it.
 
     ``run``
       produces: step batches in the buffer;
       waits for: the end of the previous step, then ``RolloutControl.step_batch``;
-      unblocked by: ``finished``, and arrivals that complete a batch.
+      unblocked by: ``step_finished``, and arrivals that complete a batch.
     """
 
     def __init__(
@@ -181,21 +182,21 @@ class StreamLoader(StepLoader):
 
     @property
     def busy(self) -> bool:
-        """Whether samples are in play, or the weights that they wait for are being loaded."""
+        """Whether samples are being played, or weights that they wait for are being loaded."""
         return self._busy()
 
     @property
     def activity(self) -> str:
-        """A phrase that says what the loader waits for."""
+        """A phrase that explains what the loader waits for."""
         if self._waiting_for_step is None:
             return "waits until a step is finished"
         return f"step {self._waiting_for_step}: {self._source.waiting_for(self._waiting_for_step)}"
 
     async def run(self, first_step: int) -> None:
-        """Put one step batch after the other into the buffer.
+        """Put one step batch after another into the buffer.
 
-        A batch smaller than the others is the last one; the buffer releases it only once its input
-        is closed.
+        A batch that is smaller than the others is the last one; the buffer releases it only once
+        its input is closed.
         """
         step = first_step
         while True:

@@ -57,8 +57,9 @@ from realhf.transport.weights import compute_staging_s
 
 _log = logging.getLogger(__name__)
 STRAGGLER_GRACE_S = 10.0
-"""Minimum time in seconds that workers have to load a version after the first one has. They get as
-long again as the first one took, if that is longer; then the others go on without them."""
+"""Minimum time in seconds that workers get to load a version after the first worker has loaded it.
+If the first worker took longer than this, the others get as long as it took. Then workers continue
+without those that are still loading."""
 
 
 class WeightUpdates:
@@ -102,32 +103,32 @@ class WeightUpdates:
         self._manifest: WeightsManifest | None = None
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._load_started_at = 0.0
-        """Time of the event loop, in seconds, at which the loads of the newest version started."""
+        """Event-loop time in seconds at which the loads of the newest version started."""
         self._straggler_timer: asyncio.TimerHandle | None = None
         self._testing = False
         self._stragglers_dropped: asyncio.Future[None] | None = None
-        """Resolved when the straggler timer fires, so that ``wait_for_current`` looks again."""
+        """Resolved when the straggler timer fires, so that ``wait_for_current`` checks again."""
         self.metrics: dict[str, float] = {}
-        """Milliseconds of the last publication and the last load, by name of the metric."""
+        """Duration in milliseconds of the last publication and the last load, by metric name."""
 
     @property
     def versions(self) -> Mapping[str, int]:
-        """Version of every generation worker; -1 while it has none."""
+        """Version that each generation worker has loaded; -1 if none."""
         return self._versions
 
     @property
     def published_version(self) -> int:
-        """The newest version; -1 before the first."""
+        """Version that was published last; -1 before the first publication."""
         return -1 if self._manifest is None else self._manifest.version
 
     @property
     def published_digest(self) -> str:
-        """The digest of the newest version; "" before the first."""
+        """Digest of the version that was published last; "" before the first publication."""
         return "" if self._manifest is None else self._manifest.digest
 
     @property
     def current_workers(self) -> frozenset[str]:
-        """The generation workers that are listed for the rollout workers."""
+        """Generation workers that are listed for the rollout workers."""
         return frozenset(self._current)
 
     @property
@@ -136,7 +137,8 @@ class WeightUpdates:
         return bool(self._loading)
 
     async def publish(self, version: int) -> None:
-        """Publish the trainer's weights as ``version`` and start the loads; return before they end.
+        """Publish the trainer's weights as ``version`` and start the loads, without waiting for
+        them.
 
         Waits first until the current workers have loaded the previous version. Raises RpcError when
         the trainer cannot publish.
@@ -166,12 +168,12 @@ class WeightUpdates:
             self._start_load(worker)
 
     async def publish_trial(self, trial: int, probes: Sequence[Probe] = ()) -> PublishWeightsAnswer:
-        """Publish the changed or restored weights of a self-test and wait until every current
+        """Publish the changed or restored weights of a self-test, and wait until every current
         worker has loaded them.
 
-        Workers that die in the process are left out. From ``TRIAL_CHANGE`` to the end of
-        ``TRIAL_RESTORE`` no other worker catches up. Raises RpcError, or WrongWeights where a
-        worker does not hold the weights it was sent.
+        Workers that die meanwhile are left out. Between ``TRIAL_CHANGE`` and the end of
+        ``TRIAL_RESTORE`` no other worker catches up. Raises RpcError, or WrongWeights if a worker
+        does not hold the weights that it was sent.
         """
         await self.wait_for_current()
         self._testing = True
@@ -192,9 +194,10 @@ class WeightUpdates:
         return answer
 
     async def wait_for_current(self) -> None:
-        """Wait until no current worker is loading or, if none is current, no worker at all.
+        """Wait until no current worker is loading or, if there are no current workers, until no
+        worker is.
 
-        A worker that joins does not delay this.
+        A newly joined worker does not delay this.
         """
         while loading := {
             self._loading[w] for w in self._loading if w in self._current or not self._current
@@ -206,7 +209,7 @@ class WeightUpdates:
             )
 
     async def wait_for_all(self) -> None:
-        """Wait until no worker at all is loading; each load has a deadline."""
+        """Wait until no worker is loading; each load has a deadline."""
         while self._loading:
             await asyncio.wait(set(self._loading.values()))
             await asyncio.sleep(0)  # let the done callbacks run
@@ -218,7 +221,7 @@ class WeightUpdates:
         self._start_load(worker)
 
     def worker_left(self, worker: str) -> None:
-        """Forget a generation worker that has died."""
+        """Forget a generation worker that has died or left."""
         self._versions.pop(worker, None)
         self._current.discard(worker)
         task = self._loading.pop(worker, None)
@@ -267,7 +270,8 @@ class WeightUpdates:
         return self._manifest is not None and self._versions[worker] < self._manifest.version
 
     async def _catch_up(self, worker: str) -> None:
-        """Load versions until the worker has the newest, which may change during a load."""
+        """Have a worker load versions until it has the newest one, which may change during a
+        load."""
         while (manifest := self._manifest) is not None and self._is_stale(worker):
             try:
                 await self._load(worker, manifest)
@@ -284,7 +288,7 @@ class WeightUpdates:
             self._start_straggler_timer()
 
     async def _load(self, worker: str, manifest: WeightsManifest) -> None:
-        """Have a worker load a version. Raises RpcError, or WrongWeights where it holds other
+        """Have a worker load a version. Raises RpcError, or WrongWeights if the worker holds other
         weights afterwards."""
         timeout_s = self._timeout_s + compute_staging_s(manifest.nbytes)
         answer = await ask(
@@ -301,7 +305,8 @@ class WeightUpdates:
             self._record.record_loaded(worker, manifest, answer)
 
     def _start_straggler_timer(self) -> None:
-        """Start the time limit of the other workers once one has the newest version."""
+        """Start the time limit for the other workers, once one of them has loaded the newest
+        version."""
         if self._straggler_timer is not None or not self._stragglers():
             return
         loop = asyncio.get_running_loop()
@@ -335,7 +340,8 @@ class WeightUpdates:
 
 
 ATTEMPTS = 3
-"""Attempts at the self-test. It is repeated while all generation workers that take part die."""
+"""Maximum number of attempts at the self-test. It is repeated if all participating generation
+workers die."""
 _POLL_S = 0.1
 
 
@@ -343,9 +349,11 @@ class SelfTest:
     """Self-test of weight updates, run once the first version is loaded and before any rollout
     starts.
 
-    The trainer publishes changed weights, then restores its own; probes sampled under each must
-    differ, come back and match the trainer's forward pass. ``timeout_s`` bounds each answer;
-    ``warn(text)`` reports what could not be tested.
+    The trainer publishes changed weights, then restores the original ones. Token sequences
+    ("probes") are sampled under the original, changed and restored weights: the changed weights
+    must give other results, the restored ones the original results, and all must match the
+    trainer's forward pass. ``timeout_s`` limits each answer; ``warn(text)`` reports what could not
+    be tested.
     """
 
     def __init__(
@@ -362,9 +370,9 @@ class SelfTest:
         self._warn = warn
 
     async def run(self) -> list[str]:
-        """Return the generation workers that passed.
+        """Run the test and return the generation workers that passed.
 
-        Raises WrongWeights, which names a worker and its error, or RpcError.
+        Raises WrongWeights, naming a worker and its error, or RpcError.
         """
         for _ in range(ATTEMPTS):
             await self._wait_for_engine()
@@ -373,8 +381,8 @@ class SelfTest:
         raise WrongWeights("no generation worker lived through the self-test of weight updates")
 
     async def _wait_for_engine(self) -> None:
-        """Wait until every worker has loaded or failed to, and at least one is current, or until
-        ``timeout_s``."""
+        """Wait until every worker has loaded or failed to load, and at least one is current; at
+        most ``timeout_s``."""
         deadline = process_clock.now() + self._timeout_s
         await self._weights.wait_for_all()
         while not self._weights.current_workers and process_clock.now() < deadline:
