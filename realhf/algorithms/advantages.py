@@ -143,7 +143,7 @@ def reinforce_pp(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
 def return_to_go(
     rewards: Tensor, mask: Tensor, sequence: Tensor, n_sequences: int, discount: float = 1.0
 ) -> Tensor:
-    """Return sum of discount^(s-t) r_s over s >= t within each sequence, f32 (n,), 0 outside
+    """Return the sum of discount^(s-t) r_s over s >= t within each sequence, f32 (n,), 0 outside
     ``mask``.
 
     Only positions in ``mask`` count, in the sum and in the distance s-t: environment text between
@@ -159,10 +159,11 @@ def return_to_go(
 
 
 def _rank_within_owner(owner: Tensor, n_owners: int) -> tuple[Tensor, Tensor, int]:
-    """Return the cell of each entry in a padded table with one row per owner.
+    """Return the position of each entry in a padded table with one row per owner.
 
     ``owner`` i64 (n,) is sorted. The result is the row (``owner`` itself), the column (index of the
-    entry within its owner), i64 (n,), and the number of columns, the most entries of an owner.
+    entry within its owner), both i64 (n,), and the number of columns, which is the largest number
+    of entries of an owner.
     """
     count = torch.bincount(owner, minlength=n_owners)
     rank = torch.arange(len(owner)) - (count.cumsum(0) - count)[owner]
@@ -226,7 +227,7 @@ class _GroupStatistics:
 def _group_statistics(
     scores: Tensor, valid: Tensor, group: Tensor
 ) -> tuple[Tensor, _GroupStatistics]:
-    """Return the scores in fp64 with 0 at invalid sequences, and the statistics of the groups.
+    """Return the scores in fp64 with 0 for invalid sequences, and the statistics of the groups.
 
     Raises ValueError if a valid score is not finite: failed episodes must be marked invalid.
     """
@@ -356,14 +357,14 @@ def _check_turns(turn: Tensor, sequence: Tensor, mask: Tensor, counts: Tensor) -
 
 
 class ValueEstimate(NamedTuple):
-    """Advantages by GAE and the returns that the critic is trained on."""
+    """GAE advantages, and the returns on which the critic is trained."""
 
     advantages: Tensor
     """Advantage of every token, f32 (n,), 0 outside the mask."""
     returns: Tensor
     """Return of every position in ``valued``, f32 (n,), 0 elsewhere."""
     valued: Tensor
-    """Positions whose return the critic is trained on, bool (n,)."""
+    """Positions on whose return the critic is trained, bool (n,)."""
 
 
 def generalised_advantages(
@@ -371,14 +372,14 @@ def generalised_advantages(
 ) -> Tensor:
     """Return the GAE advantage of every decision, f64 (n, k); undefined where ``present`` is False.
 
-    Each row holds the decisions of one sequence in order. The value after the last decision is 0:
-    the sequence has ended.
+    Each row holds the decisions of one sequence in order. The value after the last decision is 0,
+    because the sequence has ended.
 
     Args:
         rewards: Reward after each decision, f64 (n, k).
-        values: Value of the state that each decision was made in, f64 (n, k).
-        present: Whether the entry is a decision with a value, bool (n, k). The reward of an entry that
-            is none belongs to the previous decision, discounted by the distance.
+        values: Value of the state in which each decision was made, f64 (n, k).
+        present: Whether the entry is a decision with a value, bool (n, k). The reward of any other
+            entry belongs to the previous decision, discounted by the distance.
         discount: Discount factor per entry.
         lam: Lambda of GAE.
     """
@@ -487,8 +488,8 @@ def turn_value_estimate(
 
 
 def first_of_turn(turn: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
-    """Return which positions of ``mask`` predict the first token of a turn within the mask, bool
-    (n,)."""
+    """Return bool (n,), True where a position in ``mask`` predicts the first masked token of a
+    turn."""
     positions = torch.nonzero(mask).flatten()
     is_first = torch.ones(len(positions), dtype=torch.bool)
     current = positions[1:]

@@ -47,15 +47,17 @@ class TokenCounts:
 
     @cached_property
     def n_tokens(self) -> Tensor:
-        """T, the number of tokens, scalar."""
+        """T, the number of trained tokens, scalar."""
         return self.mask.double().sum().clamp(min=1)
 
     def tokens_in(self, unit: Unit) -> Tensor:
-        """Return the number of tokens in the rollout, turn or prompt of each token, (n,)."""
+        """Return, for each token, the number of trained tokens in its rollout, turn or prompt,
+        (n,)."""
         return self._count(unit)[unit.index].clamp(min=1)
 
     def number_of(self, unit: Unit) -> Tensor:
-        """Return the number of rollouts, turns or prompts with at least one token, scalar."""
+        """Return the number of rollouts, turns or prompts with at least one trained token,
+        scalar."""
         return (self._count(unit) > 0).sum().clamp(min=1).double()
 
     @property
@@ -67,7 +69,8 @@ class TokenCounts:
 
     @cached_property
     def turns_in_rollout(self) -> Tensor:
-        """Number of turns with at least one token in the rollout of each token, (n,)."""
+        """For each token, the number of turns in its rollout with at least one trained token,
+        (n,)."""
         # Each token adds 1 / (tokens of its turn), so every turn adds 1 up to rounding.
         share_of_turn = self.mask.double() / self.tokens_in(self.turns)
         count = share_of_turn.new_zeros(self.rollout.size).index_add(
@@ -76,25 +79,25 @@ class TokenCounts:
         return count[self.rollout.index].round().clamp(min=1)
 
     def _count(self, unit: Unit) -> Tensor:
-        """Return the number of tokens of each rollout, turn or prompt, f64 (unit.size,)."""
+        """Return the number of trained tokens of each rollout, turn or prompt, f64 (unit.size,)."""
         mask = self.mask.double()
         return mask.new_zeros(unit.size).index_add(0, unit.index, mask)
 
 
 @dataclass(frozen=True)
 class Aggregation:
-    """A way to aggregate the losses of tokens."""
+    """A method of aggregating the losses of tokens."""
 
     weight: Callable[[TokenCounts], Tensor]
     """Function that returns the weight of each token's loss, f64, a scalar or (n,)."""
     formula: str
-    """The weight in the symbols that ``LETTERS`` explains."""
+    """The weight as a formula with the symbols in ``LETTERS``."""
     source: str
-    """Publication."""
+    """Publication that introduced the method."""
     when: str
-    """Effect and use, for docs/algorithms.md."""
+    """Effect and use of the method, for docs/algorithms.md."""
     by_turn: bool = False
-    """Whether the turn of every token is required."""
+    """Whether the turn of every token must be known."""
 
 
 LETTERS = (
@@ -104,7 +107,7 @@ LETTERS = (
     "minibatch, before "
     "sequences without an advantage are dropped"
 )
-"""Explanation of the symbols in the formulas, for docs/algorithms.md."""
+"""Explanation of the symbols used in the formulas, for docs/algorithms.md."""
 
 AGGREGATIONS: Mapping[str, Aggregation] = MappingProxyType(
     {

@@ -38,18 +38,19 @@ from realhf.api.model import CallContext, ForwardOutputs, Model
 from realhf.api.sample import SequenceSample
 
 VALUES = "values"
-"""Key of the value of the state that each predicted token was sampled in, f32 (L-1), units of
+"""Key of the value of the state in which each predicted token was sampled, f32 (L-1), units of
 rewards."""
 TARGETS = "returns"
-"""Key of the returns that a minibatch trains on, f32 (L-1), units of the critic's predictions."""
+"""Key of the returns on which a minibatch trains, f32 (L-1), units of the critic's predictions."""
 BEFORE = "values"
-"""Key of the predictions before the step in a minibatch, f32 (L-1), units of the critic's
+"""Key of a minibatch's predictions from before the step, f32 (L-1), units of the critic's
 predictions."""
 _MIN_STD = 1e-2
-"""Lower bound of the standard deviation of the returns: equal returns must not divide by 0."""
+"""Lower bound of the standard deviation of the returns, which prevents a division by 0 if all
+returns are equal."""
 _REPORTED = ("n_updates", "skipped", "grad_norm", "loss", "lr", "value_clip_fraction")
-"""Reported statistics of the updates; ``loss`` is half the mean squared error in the critic's
-units."""
+"""Statistics of the updates that are reported; ``loss`` is half the mean squared error in the
+critic's units."""
 
 
 class CriticInterface:
@@ -87,7 +88,7 @@ class CriticInterface:
     def inference(
         self, model: Model, sample: SequenceSample, context: CallContext
     ) -> tuple[SequenceSample, dict[str, float]]:
-        """Return the sample of ``values`` and the statistic ``n_tokens``.
+        """Return the sample with ``values``, and the statistic ``n_tokens``.
 
         Raises ValueError for a model without a value head.
         """
@@ -141,9 +142,9 @@ class CriticInterface:
         self, sample: SequenceSample, values: Tensor, estimate: ValueEstimate
     ) -> SequenceSample:
         """Return tokens, targets and old predictions, with ``loss_mask`` True where a return is
-        trained.
+        trained on.
 
-        Updates the moments of the returns.
+        Also updates the moments of the returns.
         """
         before = values
         targets = estimate.returns
@@ -160,8 +161,8 @@ class CriticInterface:
         )
 
     def _minibatches(self, prepared: SequenceSample, context: CallContext) -> list[SequenceSample]:
-        """Return the minibatch of each update with the weight of every position, without empty
-        ones."""
+        """Return the minibatch of each update with the loss weight of every position, leaving out
+        empty minibatches."""
         n = self.critic.n_minibatches or self.options.ppo_n_minibatches
         passes = self.critic.sample_reuse or self.options.sample_reuse
         minibatches = []
@@ -176,8 +177,8 @@ class CriticInterface:
         return minibatches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the moments of the returns, the weight of the KL reward and the non-finite
-        counter."""
+        """Return the moments of the returns, the weight of the KL reward and the count of
+        consecutive non-finite updates."""
         return {
             "moments": self._moments.state_dict(),
             "kl_ctl": self._kl.value,
@@ -192,7 +193,7 @@ class CriticInterface:
 
 
 def _unshift_mask(sample: SequenceSample, shifted: Tensor) -> Tensor:
-    """Return a mask over predicted tokens, bool (L-1), as a mask over all tokens, bool (L)."""
+    """Convert a mask over predicted tokens, bool (L-1), to a mask over all tokens, bool (L)."""
     lengths = torch.from_numpy(sample.lengths("packed_input_ids").values)
     is_first = torch.zeros(int(lengths.sum()), dtype=torch.bool)
     is_first[(lengths.cumsum(0) - lengths)[lengths > 0]] = True
@@ -225,7 +226,8 @@ def _value_statistics(values: Tensor, estimate: ValueEstimate) -> dict[str, floa
 def value_loss(
     predicted: Tensor, before: Tensor, target: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the clipped value loss, f32 (n,), and where its clipped term decides, bool (n,).
+    """Return the clipped value loss, f32 (n,), and whether its clipped term determines it, bool
+    (n,).
 
     The loss is max((v - R)^2, (clip(v, v_old +- clip) - R)^2) / 2, without ``clip`` (v - R)^2 / 2.
     Source: Schulman et al. 2017, the reference implementation of PPO.
@@ -310,12 +312,12 @@ class ReturnMoments:
         return max(_MIN_STD, math.sqrt(max(0.0, self._squares / self._weight - self.mean**2)))
 
     def normalise(self, values: Tensor) -> Tensor:
-        """Return ``values`` converted from units of rewards to those of the critic, f32, same
+        """Convert ``values`` from units of rewards to units of the critic's predictions, f32, same
         shape."""
         return ((values.double() - self.mean) / self.std).float()
 
     def denormalise(self, predicted: Tensor) -> Tensor:
-        """Return predictions of the critic converted to units of rewards, f32, same shape."""
+        """Convert the critic's predictions to units of rewards, f32, same shape."""
         return (predicted.double() * self.std + self.mean).float()
 
     def state_dict(self) -> dict[str, Any]:

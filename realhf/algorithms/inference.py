@@ -23,14 +23,14 @@ def shape_rewards(values: FloatArray, scaling: float, bias: float, clip: float) 
 
 
 def overlong_penalty(tokens: Tensor, length: int, buffer: float) -> Tensor:
-    """Return the length penalty of rollouts, f32 (n,) in [-1, 0], which is added to their rewards.
+    """Return the length penalty of each rollout, f32 (n,) in [-1, 0], to be added to its reward.
 
     It is 0 up to (1 - buffer) * length tokens, falls linearly to -1 at ``length`` and stays there.
     Source: Yu et al. 2025, DAPO, eq. 13.
 
     Args:
         tokens: Number of sampled tokens of each rollout, i64 (n,).
-        length: Length of the full penalty, tokens.
+        length: Number of tokens from which on the penalty is -1.
         buffer: Fraction of ``length`` over which the penalty grows.
     """
     buffer_tokens = buffer * length
@@ -86,7 +86,7 @@ class OutcomeRewardInterface:
     def inference(
         self, model: Model, sample: SequenceSample, context: CallContext
     ) -> tuple[SequenceSample, dict[str, float]]:
-        """Return the rewards, with the lengths of ``env_rewards``, and their statistics.
+        """Return the rewards, one for each entry of ``env_rewards``, and their statistics.
 
         ``reward_mean`` is over the ``n_scored`` sequences with a reward. Raises ValueError if a
         valid rollout has a score that is not finite.
@@ -145,7 +145,7 @@ class LogprobInterface:
     def inference(
         self, model: Model, sample: SequenceSample, context: CallContext
     ) -> tuple[SequenceSample, dict[str, float]]:
-        """Return the sample of ``output_key``, and the number of tokens of the batch
+        """Return the sample with ``output_key``, and the number of tokens of the batch
         (``n_tokens``)."""
         logprobs = model.engine.logprobs(
             sample, temperature=self._temperature, mb_spec=context.mb_spec

@@ -24,31 +24,32 @@ from realhf.registry import advantage_estimators, policy_losses
 KL_ESTIMATORS = ("k1", "k2", "k3")
 """KL estimators of Schulman 2020 (``policy_loss.kl_estimate``)."""
 PROXIMAL_METHODS = ("actor_inf", "recompute", "loglinear")
-"""Ways to compute the proximal log-probabilities."""
+"""Methods of computing the proximal log-probabilities."""
 WEIGHT_MODES = ("mask", "truncate", "none")
-"""Treatments of a behaviour weight outside its bounds."""
+"""What to do with a behaviour weight outside its bounds."""
 CREDITS = ("episode", "turn", "state")
-"""Units that rewards are assigned to."""
+"""Units to which rewards are credited."""
 COUNTS = ("rollout", "row")
-"""Units that groups, baselines and means count: rollouts or their sequences (rows)."""
+"""Units that count once in groups, baselines and means: rollouts or their sequences (rows)."""
 LEVELS = ("token", "sequence")
-"""Levels of the policy ratio."""
+"""Levels at which the policy ratio is computed."""
 WEIGHT_LEVELS = (*LEVELS, "product")
-"""Levels of the behaviour weight; ``sequence`` is the geometric mean over a sequence, ``product``
-its product."""
+"""Levels at which the behaviour weight is computed; ``sequence`` is the geometric mean over a
+sequence, ``product`` the product."""
 ALL, EXTREMES = PAIRINGS = ("all", "extremes")
-"""Pairs of a group (``preference.pairing``): all rollouts with different rewards, or only the best
-and the worst."""
+"""Choices of the pairs formed in a group (``preference.pairing``): all pairs of rollouts with
+different rewards, or only the best and the worst."""
 PASS_AT_K = "pass_at_k"
 """Estimator that compares subsets of ``ppo.pass_at_k`` responses."""
 GAE = "gae"
 """Estimator that uses the values of a critic."""
 RETURN_TO_GO = ("reinforce_pp", "reinforce_pp_baseline")
-"""Estimators with a return-to-go per token; the others give one advantage per response."""
+"""Estimators that compute a return-to-go for each token; the others give one advantage per
+response."""
 OF_STATES = ("grpo", "grpo_nostd", "rloo")
-"""Estimators that ``ppo.credit=state`` supports, for episodes and turns."""
+"""Estimators that ``ppo.credit=state`` supports, both for episodes and for turns."""
 OF_SUCCESS = ("maxrl", PASS_AT_K)
-"""Estimators that treat the reward of an episode as its success."""
+"""Estimators that interpret the reward of an episode as its success."""
 _NO_KL = "there is no KL term (ppo.kl_ctl, ppo.kl_loss_coef)"
 _NO_KL_REWARD = "there is no KL term in the reward (ppo.kl_ctl)"
 
@@ -323,7 +324,7 @@ class ResolvedOptions(PolicyGradientOptions):
     algorithm: Algorithm | None = None
     """The custom algorithm that ``algo`` names, None for a preset."""
     own: Any = None
-    """Instance of the options of the custom algorithm."""
+    """Options of the custom algorithm, an instance of its own options class."""
 
     adv_estimator: str
     loss: str
@@ -352,8 +353,8 @@ class ResolvedOptions(PolicyGradientOptions):
     overlong_buffer: float
 
     def to_plain_values(self, config: PolicyGradientOptions) -> dict[str, Any]:
-        """Return the options ``config`` as plain values, with those that depend on how tokens are
-        sampled.
+        """Return the options ``config`` as plain values, with those filled in that depend on how
+        tokens are sampled.
 
         Resolving the result in another process gives the same options, without knowledge of the
         sampler.
@@ -375,8 +376,7 @@ class ResolvedOptions(PolicyGradientOptions):
         }
 
     def token_loss(self) -> Callable[..., Any]:
-        """Return the policy loss, a function of the ``LossTerms`` of a microbatch and these
-        options."""
+        """Return the policy loss, a function of a microbatch's ``LossTerms`` and these options."""
         if (
             self.algorithm is not None
             and self.algorithm.loss is not None
@@ -397,37 +397,37 @@ class ResolvedOptions(PolicyGradientOptions):
 
     @property
     def n_updates(self) -> int:
-        """Number of updates of a train step in which no minibatch is empty."""
+        """Number of updates of a train step if no minibatch is empty."""
         return self.ppo_n_minibatches * self.sample_reuse
 
     @property
     def needs_reference(self) -> bool:
-        """Whether ``packed_ref_logprobs`` is an input, hence ``ref_inf`` in the graph."""
+        """Whether ``packed_ref_logprobs`` is an input, so that the graph needs ``ref_inf``."""
         return self.kl_loss_coef != 0 or self.kl_ctl != 0
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether ``teacher_logprobs`` is an input, hence ``teacher_inf`` in the graph."""
+        """Whether ``teacher_logprobs`` is an input, so that the graph needs ``teacher_inf``."""
         return self.distill_weight != 0 and self.feedback == NONE
 
     @property
     def needs_feedback(self) -> bool:
-        """Whether ``feedback_logratios`` is an input, hence ``feedback_inf`` in the graph."""
+        """Whether ``feedback_logratios`` is an input, so that the graph needs ``feedback_inf``."""
         return self.distill_weight != 0 and self.feedback != NONE
 
     @property
     def needs_actor_inf(self) -> bool:
-        """Whether ``proximal_logprobs`` is an input, hence ``actor_inf`` in the graph."""
+        """Whether ``proximal_logprobs`` is an input, so that the graph needs ``actor_inf``."""
         return self.prox_logp_method == "actor_inf"
 
     @property
     def needs_values(self) -> bool:
-        """Whether ``values`` is an input, hence a critic in the graph."""
+        """Whether ``values`` is an input, so that the graph needs a critic."""
         return self.adv_estimator == GAE
 
     @property
     def turn_keys(self) -> tuple[str, ...]:
-        """Inputs of the train call that rollouts provide only on request."""
+        """Inputs of the train call that rollouts include only if requested."""
         if self.credit != "episode":
             return TURN_KEYS if self.credit == "state" else TURN_KEYS[:2]
         return (TURN_IDS,) if AGGREGATIONS[self.loss_agg].by_turn else ()
@@ -450,13 +450,14 @@ class ResolvedOptions(PolicyGradientOptions):
 
 
 def _call_with_options(function: Callable[..., Any], options: Any, *args: Any) -> Any:
-    """Return ``function`` of the given arguments, with the options of the custom algorithm as the
-    last one."""
+    """Call ``function`` with the given arguments, followed by the options of the custom
+    algorithm."""
     return function(*args, options)
 
 
 def batch_problems(ppo: PolicyGradientOptions, config: ExperimentConfig) -> Iterator[str]:
-    """Yield conflicts of groups and minibatches with the options of rollouts and batches."""
+    """Yield an error text for each conflict between the options of groups and minibatches and those
+    of rollouts and batches."""
     if config.rollout.min_group_size > ppo.group_size:
         yield (
             f"rollout.min_group_size={config.rollout.min_group_size}: larger than "

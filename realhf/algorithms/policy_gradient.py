@@ -56,9 +56,9 @@ from realhf.api.sample import SequenceSample
 from realhf.api.trace import TrainedRows
 
 N_BINS = 8
-"""Number of bins of the histogram of head staleness; the last bin counts 7 and more."""
+"""Number of bins in the histogram of head staleness; the last bin counts 7 and more."""
 PLACE = "place"
-"""Key of the position in the batch of every predicted token of a minibatch, i64 (L-1)."""
+"""Key of each predicted token's position in the batch, in a minibatch, i64 (L-1)."""
 
 
 class PolicyGradientInterface:
@@ -155,8 +155,8 @@ class PolicyGradientInterface:
 
     @property
     def _rewards_need_proximal(self) -> bool:
-        """Whether the KL reward or the distillation advantage is computed with the proximal
-        policy."""
+        """Whether the log-probabilities of the proximal policy are needed to compute the KL reward
+        or the distillation advantage."""
         options = self.options
         for_teacher = options.needs_teacher and options.prox_logp_method == "recompute"
         return for_teacher or (options.recompute_logprob and options.kl_ctl != 0)
@@ -178,7 +178,7 @@ class PolicyGradientInterface:
     def _minibatches(
         self, model: Model, prepared: SequenceSample, context: CallContext
     ) -> list[SequenceSample]:
-        """Return the minibatch of each update, without empty ones.
+        """Return the minibatch of each update, leaving out empty ones.
 
         With several updates the proximal log-probabilities are computed here, before the first one.
         With one update they equal the log-probabilities of its own forward pass.
@@ -200,7 +200,7 @@ class PolicyGradientInterface:
     def _with_proximal(
         self, model: Model, sample: SequenceSample, context: CallContext, only: Tensor | None = None
     ) -> SequenceSample:
-        """Return the sample with the proximal log-probabilities.
+        """Return the sample with the proximal log-probabilities added.
 
         If ``only`` bool (n_sequences,) is given, other sequences are not computed and get 0.
         """
@@ -321,7 +321,7 @@ class PolicyGradientInterface:
     def _select_trained(self, part: SequenceSample) -> SequenceSample | None:
         """Return the minibatch with loss weights and without sequences that have no gradient.
 
-        None if no sequence is left.
+        Returns None if no sequence is left.
         """
         weights = component_weights(part, self.options.loss_agg, self.options.loss_scale_len or 1)
         return select_weighted_part(part, weights, self._has_gradient(part))

@@ -39,7 +39,7 @@ CURRENT = "current"
 RATIO = "ratio"
 """Key under which the loss keeps the policy ratio of every token."""
 CLIPPED = "clipped"
-"""Key under which the loss keeps whether a clip decided the loss of a token (1) or not (0)."""
+"""Key under which the loss keeps whether a clip determined each token's loss (1) or not (0)."""
 _MAX_EXPONENT = 20.0
 """Log-ratios are clamped to +-20 before exp(), so that a large mismatch between the
 log-probabilities of generator and trainer gives a ratio of at most 4.9e8. Far from the fp32 limit
@@ -183,7 +183,7 @@ class PolicyObjective:
 def _compute_mismatch(terms: LossTerms, behaviour: Tensor) -> Tensor:
     """Return |behaviour - current log-probability|, (n,), 0 outside the mask.
 
-    Measures by how much generation engine and trainer disagree about a token.
+    It measures how much the generation engine and the trainer disagree about a token.
     """
     behaviour = torch.where(terms.mask, behaviour, 0.0)
     return (behaviour - torch.where(terms.mask, terms.logprobs.detach(), 0.0)).abs()
@@ -264,7 +264,7 @@ class LossTerms:
     logprobs: Tensor
     """Current log-probabilities, f32 (n,), with a gradient."""
     old: Tensor
-    """Log-probabilities under the policy that the ratio is taken against, f32 (n,): the behaviour
+    """Log-probabilities under the policy in the denominator of the ratio, f32 (n,): the behaviour
     policy or the proximal policy."""
     advantages: Tensor
     """Advantages, f32 (n,)."""
@@ -299,9 +299,9 @@ class TokenLoss:
     ratio: Tensor
     """Policy ratio of every token, f32 (n,), without gradient, 1 outside the mask."""
     clipped: Tensor
-    """Whether the clip of the ratio decides the loss, bool (n,)."""
+    """Whether the clip of the ratio determines the loss, bool (n,)."""
     dual_clipped: Tensor
-    """Whether the dual clip decides the loss, bool (n,)."""
+    """Whether the dual clip determines the loss, bool (n,)."""
     clamped: int
     """Number of positions whose log-ratio was clamped to +-20."""
 
@@ -381,11 +381,11 @@ def exponential(exponent: Tensor) -> tuple[Tensor, int]:
 
 
 def kl_penalty(a: Tensor, b: Tensor, estimator: str) -> tuple[Tensor, int]:
-    """Return the k2 or k3 estimate of KL(a, b) as a loss term, (n,), and the number of limited
+    """Return the k2 or k3 estimate of KL(a, b) as a loss term, (n,), and the number of clamped
     exponents.
 
-    Unlike ``kl_estimate`` the value is not clamped: a clamped value has no gradient, while a loss
-    has to pull a token back more strongly the further its probability is below the reference.
+    Unlike in ``kl_estimate`` the value is not clamped: a clamped value has no gradient, while a
+    loss has to pull a token back more strongly the further its probability is below the reference.
     Beyond a log-ratio of 20, k3 continues linearly.
     """
     x = a - b

@@ -43,7 +43,7 @@ from realhf.api.sample import SequenceSample
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs of rollouts of one group each."""
+    """Pairs of rollouts; both rollouts of a pair are from the same group."""
 
     better: Tensor
     """Index of the better rollout of each pair, i64 (p,)."""
@@ -61,8 +61,8 @@ def build_pairs(
 ) -> Pairs:
     """Return the pairs of rollouts of the same group whose rewards differ by more than ``min_gap``.
 
-    With ``pairing`` ``EXTREMES`` a group gives only the pair of its best and worst rollout (the
-    first of equal ones).
+    With ``pairing`` ``EXTREMES`` a group gives only the pair of its best and worst rollout (in a
+    tie, the first of them).
 
     Args:
         rewards: Reward of each rollout, f64 (n,).
@@ -121,8 +121,8 @@ class PairwiseInterface(ABC):
     """Train call on the pairs of rollouts in the groups of a batch.
 
     Reads ``packed_input_ids``, ``loss_mask``, ``rewards`` and, if present, ``outcome`` (0: valid)
-    and ``rollout_index``. Only tokens in ``loss_mask`` enter a score; the sequences of one
-    ``rollout_index`` have one score together.
+    and ``rollout_index``. Only tokens in ``loss_mask`` contribute to a score. The sequences with
+    the same ``rollout_index`` together have one score.
 
     Args:
         held_out: Fraction of the groups that are only measured, not trained on.
@@ -156,20 +156,21 @@ class PairwiseInterface(ABC):
 
     @abstractmethod
     def prepare(self, model: Model, sample: SequenceSample, factors: Tensor) -> SequenceSample:
-        """Return the batch on which ``linear_loss`` is the sum of ``factors`` f64 (n_sequences,)
-        times scores."""
+        """Return a batch on which ``linear_loss`` equals the sum of scores times ``factors``, f64
+        (n_sequences,)."""
 
     @abstractmethod
     def linear_loss(
         self, outputs: ForwardOutputs, part: SequenceSample
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss of a microbatch of the batch of ``prepare`` (a ``LossFn``)."""
+        """Return the loss of a microbatch from the batch that ``prepare`` returned (a
+        ``LossFn``)."""
 
     def row_weights(self, tokens: PredictedTokens, has_tokens: Tensor) -> Tensor:
-        """Return the weight of each sequence's score in the score of its rollout, f64
-        (n_sequences,).
+        """Return the weight of each sequence's score in its rollout's score, f64 (n_sequences,).
 
-        Here it is 1 for sequences with a token in the mask: the score of a rollout is the sum.
+        Here it is 1 for sequences with a token in the mask, so a rollout's score is the sum of its
+        sequences' scores.
         """
         del tokens
         return has_tokens.double()
@@ -445,8 +446,8 @@ class RewardModelInterface(PairwiseInterface):
 
 
 def truncate_after_policy(sample: SequenceSample, tokenizer: Any) -> SequenceSample:
-    """Return every sequence cut after the last token of its mask, with an end token that alone is
-    in the mask.
+    """Cut every sequence after the last token of its mask and append an end token, which alone is
+    in the new mask.
 
     The value predicted for the end token is that of the state after the policy's last token. The
     result has ``packed_input_ids`` and ``loss_mask``. A sequence without a token in its mask is cut
@@ -479,9 +480,10 @@ def truncate_after_policy(sample: SequenceSample, tokenizer: Any) -> SequenceSam
 
 
 def _with_weights(sample: SequenceSample, weights: Tensor, keep: Tensor) -> SequenceSample:
-    """Return the sequences in ``keep`` with ``loss_weights``; all of them if ``keep`` is empty.
+    """Return the sequences in ``keep`` with ``loss_weights`` added; all sequences if ``keep`` is
+    all False.
 
-    The update is made in any case, so that optimizer and learning rate schedule advance.
+    An update is made in any case, so that optimizer and learning rate schedule advance.
     """
     part = select_weighted_part(sample, {WEIGHTS: weights.float()}, keep)
     return part if part is not None else replace_keys(sample, shifted={WEIGHTS: weights.float()})

@@ -38,7 +38,7 @@ COMMON: Mapping[str, Any] = MappingProxyType(
         "overlong_buffer": 0.0,
     }
 )
-"""Values of options that are None and that the preset does not set."""
+"""Values for options that are None and not set by the preset."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,15 @@ class Preset:
     """A published algorithm or correction: its options and its row in docs/algorithms.md."""
 
     formula: str
-    """Formula per token."""
+    """Formula of the loss or the advantage per token."""
     source: str
     """Publication."""
     costs: str
-    """Costs of a step in addition to rollouts and one train pass."""
+    """Costs of a step besides rollouts and one train pass."""
     when: str
-    """Situation in which to choose it."""
+    """When to choose the preset."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the section ``ppo`` that it sets in addition to ``COMMON``."""
+    """Options of the section ``ppo`` that the preset sets in addition to ``COMMON``."""
 
 
 _NO_CLIPPING = {"loss": "reinforce", "loss_agg": "token_mean", "eps_clip_higher": None}
@@ -266,18 +266,18 @@ CORRECTIONS: Mapping[str, Preset] = MappingProxyType(
 
 @dataclass(frozen=True)
 class PresetTable:
-    """Section of docs/algorithms.md with a table of the values of an option."""
+    """Section of docs/algorithms.md with a table of an option's values."""
 
     title: str
     """Heading."""
     option: str
-    """Option whose values are the rows."""
+    """Option whose values are the rows of the table."""
     introduction: str
     """Paragraph above the table."""
     columns: tuple[str, ...]
-    """Column headings after the value."""
+    """Headings of the columns after the first, which holds the option's value."""
     rows: Mapping[str, Sequence[str]]
-    """Cells of each value."""
+    """Table cells for each value of the option."""
 
     def text(self) -> list[str]:
         """Return the lines of the section in Markdown."""
@@ -295,7 +295,8 @@ class PresetTable:
 
 
 def options_text(options: Mapping[str, Any]) -> str:
-    """Return options as Markdown in command line form, without the section (eps_clip=0.2)."""
+    """Return options as Markdown in the form used on the command line, without the section
+    (eps_clip=0.2)."""
     set_options = {name: value for name, value in options.items() if value is not None}
     return " ".join(
         f"`{name}={str(value).lower() if value is True else value}`"
@@ -304,7 +305,7 @@ def options_text(options: Mapping[str, Any]) -> str:
 
 
 def _list_presets_with(option: str, value: str) -> str:
-    """Return the presets with this value of an option, as the text of a cell."""
+    """Return a table cell listing the presets that set an option to this value."""
     default = {"adv_estimator": "grpo", "loss": "ppo"}[option]
     return (
         " ".join(

@@ -36,7 +36,7 @@ from realhf.api.option import problems
 from realhf.registry import policy_losses, registered_names
 
 DEFAULT_CAP: float = CORRECTIONS["decoupled"].options["behav_imp_weight_cap"]
-"""Upper bound of a behaviour weight if the options set none."""
+"""Default upper bound of a behaviour weight."""
 _NEEDS_GROUPS = ("grpo", "grpo_nostd", "rloo", "reinforce_pp_baseline", *OF_SUCCESS)
 """Estimators that compare the rollouts of a group."""
 BUILTIN_CLIP_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -46,7 +46,7 @@ BUILTIN_CLIP_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "reinforce": (),
     }
 )
-"""For each built-in loss, those of ``CLIP_OPTIONS`` that it reads: known without importing torch."""
+"""The ``CLIP_OPTIONS`` that each built-in loss reads, listed here so that torch is not imported."""
 _OF_REWARDS = (
     *(
         "adv_estimator",
@@ -59,13 +59,13 @@ _OF_REWARDS = (
     ),
     *("reward_scaling", "reward_bias", "max_reward_clip"),
 )
-"""Options of rewards and of the advantages computed from them."""
+"""Options about rewards and the advantages computed from them."""
 _WEIGHT_BOUNDS = ("behav_imp_weight_cap", "behav_imp_weight_floor", "behav_imp_weight_level")
-"""Options of the bounds of behaviour weights."""
+"""Options that bound behaviour weights."""
 _SEQUENCE_BOUNDS = ("behav_imp_sequence_cap", "behav_imp_sequence_floor")
-"""Options of the bounds of sequences by their behaviour weights."""
+"""Options that exclude whole sequences by their behaviour weights."""
 _OF_WEIGHTS = ("behav_imp_weight_mode", *_WEIGHT_BOUNDS, *_SEQUENCE_BOUNDS)
-"""Options of behaviour weights."""
+"""Options about behaviour weights."""
 
 
 def resolve(
@@ -119,10 +119,10 @@ def resolve(
 
 
 def _own_preset(reference: str, algorithm: Algorithm) -> Mapping[str, Any]:
-    """Return the options of the section that a custom algorithm sets.
+    """Return the options of the section ``ppo`` that a custom algorithm sets.
 
     Raises ValueError for an option that is unknown or out of range, or whose default is not None
-    (then a value that a user sets could not be distinguished from the default).
+    (in that case a value set by the user could not be distinguished from the default).
     """
     try:
         wrong = [*problems(policy_gradient_options(algorithm.preset), "ppo", registered_names)]
@@ -139,14 +139,15 @@ def _own_preset(reference: str, algorithm: Algorithm) -> Mapping[str, Any]:
 def _apply_off_policy(
     config: PolicyGradientOptions, preset: Mapping[str, Any], *, sampler_differs: bool
 ) -> PolicyGradientOptions:
-    """Return the options with those of a custom preset about off-policy tokens and ``pass_at_k``.
+    """Return the options, with off-policy options and ``pass_at_k`` taken from a custom preset.
 
     Only options that have an effect are applied. A correction that the user chose replaces all
     off-policy options of the preset.
     """
 
     def fill(*names: str) -> PolicyGradientOptions:
-        """Return ``config`` with those of the named options that only the preset sets."""
+        """Return ``config`` with the named options filled in from the preset where the user did not
+        set them."""
         return replace(
             config,
             **{
@@ -204,7 +205,7 @@ def _dapo_options(
 ) -> dict[str, Any]:
     """Return the options of dynamic sampling and of the length penalty.
 
-    If they are not possible with the other options, those of a preset are disabled, while those
+    If they cannot be combined with the other options, a preset's values are disabled, while values
     that the user set raise ValueError. ``longest`` is the maximum number of sampled tokens of an
     episode.
     """
@@ -298,7 +299,8 @@ def _apply_correction(config: PolicyGradientOptions) -> PolicyGradientOptions:
 
 
 def _uses_decoupled_loss(config: PolicyGradientOptions, sampler_differs: bool) -> bool:
-    """Return whether the ratio is against the proximal policy and tokens have a behaviour weight.
+    """Return whether the ratio is taken against the proximal policy, with a behaviour weight for
+    each token.
 
     If sampler and trainer differ, their ratio is not 1 before the first update. Without the
     decoupled loss, the clip would act on this mismatch instead of the update, and nothing would
@@ -312,7 +314,8 @@ def _uses_decoupled_loss(config: PolicyGradientOptions, sampler_differs: bool) -
 
 
 def _recomputes_logprob(config: PolicyGradientOptions, value: Mapping[str, Any]) -> bool:
-    """Return whether the ratio is against recomputed log-probabilities instead of the generator's.
+    """Return whether the ratio is taken against recomputed log-probabilities instead of the
+    generator's.
 
     It is the default for sequence ratios. Their clip range is about 3e-4, less than the rounding
     difference of two programs with the same weights: against the generator's log-probabilities a
@@ -328,7 +331,8 @@ def _recomputes_logprob(config: PolicyGradientOptions, value: Mapping[str, Any])
 
 
 def _off_policy_options(config: PolicyGradientOptions, value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the proximal policy and the behaviour weight, with their defaults."""
+    """Return the options of the proximal policy and the behaviour weight, with defaults filled
+    in."""
     decoupled = value["use_decoupled_loss"]
     cap = config.behav_imp_weight_cap
     floor = config.behav_imp_weight_floor
@@ -345,11 +349,11 @@ def _off_policy_options(config: PolicyGradientOptions, value: Mapping[str, Any])
 
 
 def _proximal_method(config: PolicyGradientOptions, value: Mapping[str, Any]) -> str:
-    """Return the source of the proximal log-probabilities.
+    """Return how the proximal log-probabilities are obtained.
 
-    A default of the library does not add a call to the graph: the train call recomputes. An
-    objective that the user set uses ``actor_inf``. So does a critic whose rewards need them,
-    because it has no policy to recompute them with.
+    If the objective is decoupled by default, no call is added to the graph: the train call
+    recomputes them. If the user chose the objective, ``actor_inf`` computes them. It also does so
+    for a critic whose rewards need them, because the critic has no policy to recompute them with.
     """
     if config.prox_logp_method is not None:
         return config.prox_logp_method

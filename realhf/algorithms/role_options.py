@@ -68,7 +68,7 @@ class CriticOptimizerConfig(OptimizerConfig):
     )
 
     def with_default_lr(self, rate: float) -> OptimizerConfig:
-        """The same optimizer with the default learning rate ``rate``."""
+        """Return the same optimizer options with ``rate`` as the default learning rate."""
         values = {item.name: getattr(self, item.name) for item in fields(OptimizerConfig)}
         return OptimizerConfig(**{**values, "lr": rate if values["lr"] is None else values["lr"]})
 
@@ -100,7 +100,7 @@ class RewardModelConfig(ModelConfig):
     )
 
     def problems(self, name: str) -> Iterator[str]:
-        """Yield an error unless the workers are different indices."""
+        """Yield an error if there are no workers or an index is repeated."""
         if not self.workers or len(set(self.workers)) < len(self.workers):
             yield f"{name}.workers={self.workers}: give different indices of model workers, from 0"
 
@@ -129,7 +129,7 @@ class CriticConfig(CriticOptions, ModelConfig):
         """Return the options of ``CriticOptions`` as plain values.
 
         ``n_minibatches`` and ``sample_reuse`` are those of the actor. With one update per step
-        ``value_clip`` is None and not read.
+        ``value_clip`` has no effect and is None.
         """
         has_one_update = (self.n_minibatches or n_minibatches) * (
             self.sample_reuse or sample_reuse
@@ -143,7 +143,7 @@ class CriticConfig(CriticOptions, ModelConfig):
         return {**dict.fromkeys(idle), **active}
 
     def problems(self, name: str) -> Iterator[str]:
-        """Yield an error for each option without effect, an unsupported path and repeated
+        """Yield an error for each option without effect, for an unsupported path and for repeated
         workers."""
         if not self.value_norm and self.value_norm_decay != CriticOptions.value_norm_decay:
             yield (

@@ -38,7 +38,7 @@ class SelfTeacherInterface:
     def inference(
         self, model: Model, sample: SequenceSample, context: CallContext
     ) -> tuple[SequenceSample, dict[str, float]]:
-        """Return the sample of ``feedback_logratios``, and the statistic ``told``.
+        """Return the sample with ``feedback_logratios``, and the statistic ``told``.
 
         ``told`` is the fraction of the sequences with a trainable token that have feedback.
         """
@@ -72,7 +72,7 @@ class SelfTeacherInterface:
 
 
 def _mask_other_rows(sample: SequenceSample, rows: Tensor) -> SequenceSample:
-    """Return the tokens with ``loss_mask`` False outside ``rows``, bool (n_sequences,)."""
+    """Return the tokens, with ``loss_mask`` set to False outside ``rows``, bool (n_sequences,)."""
     lengths = torch.from_numpy(np.asarray(sample.lengths("packed_input_ids").values))
     mask = sample["loss_mask"].cpu().bool() & torch.repeat_interleave(rows, lengths)
     return replace_keys(
@@ -81,12 +81,12 @@ def _mask_other_rows(sample: SequenceSample, rows: Tensor) -> SequenceSample:
 
 
 def replace_prompts(sample: SequenceSample, prompts: Any, rows: Tensor) -> SequenceSample:
-    """Return ``packed_input_ids`` and ``loss_mask`` with other prompts in ``rows``, bool
-    (n_sequences,).
+    """Return ``packed_input_ids`` and ``loss_mask`` with the prompts of ``rows``, bool
+    (n_sequences,), replaced.
 
     ``prompts`` has the token ids of a prompt per sequence. The trainable tokens and their order do
-    not change. Sequences outside ``rows`` are reduced to their first token, without a mask. Raises
-    ValueError if a sequence trains on tokens of its prompt.
+    not change. Sequences outside ``rows`` are reduced to their first token, which is not in the
+    mask. Raises ValueError if a sequence trains on tokens of its prompt.
     """
     lengths = np.asarray(sample.lengths("packed_input_ids").values).tolist()
     columns = [

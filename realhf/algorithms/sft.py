@@ -35,8 +35,8 @@ class SFTInterface:
         """Train one step.
 
         Returns the statistics ``loss``, ``nll``, ``grad_norm``, ``lr``, ``n_tokens``,
-        ``positions_per_token`` and ``skipped``, and the reason ``stop`` after
-        ``max_nonfinite_steps`` consecutive updates without a finite gradient.
+        ``positions_per_token`` and ``skipped``. After ``max_nonfinite_steps`` consecutive updates
+        without a finite gradient, the statistic ``stop`` contains the reason.
         """
         tokens = PredictedTokens.from_sample(sample)
         weights = token_weights(tokens, self._aggregation)
@@ -59,7 +59,7 @@ class SFTInterface:
     def evaluate(
         self, model: Model, sample: SequenceSample, context: CallContext
     ) -> dict[str, float]:
-        """Return ``nll`` per trainable token (nats) and ``n_tokens``, without an update."""
+        """Return the ``nll`` per trainable token (nats) and ``n_tokens``. Makes no update."""
         logprobs = model.engine.logprobs(sample, temperature=1.0, mb_spec=context.mb_spec)
         mask = PredictedTokens.from_sample(sample).mask
         n_tokens = int(mask.sum())

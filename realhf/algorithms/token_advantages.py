@@ -64,22 +64,23 @@ def require_keys(sample: SequenceSample, keys: Iterable[str]) -> None:
 
 
 def apply_count_option(sample: SequenceSample, options: ResolvedOptions) -> SequenceSample:
-    """Return the sample, with ``ppo.count=row`` without ``rollout_index``: each sequence is a
-    rollout."""
+    """Return the sample. With ``ppo.count=row`` its key ``rollout_index`` is removed, so that each
+    sequence counts as a rollout."""
     by_row = options.count == "row" and ROLLOUT_KEY in sample.keys
     return sample.select(sample.keys - {ROLLOUT_KEY}) if by_row else sample
 
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """Predicted tokens of a batch that rewards train, and the state of its sequences."""
+    """Predicted tokens of a batch that are trained on rewards, and which of its sequences are
+    valid."""
 
     tokens: PredictedTokens
     """Predicted tokens, with a mask that is True where rewards train the token (``RL``)."""
     valid: Tensor
     """Sequences with a reward, bool (n_sequences,)."""
     trainable: Tensor
-    """Valid sequences without those that ``mask_too_long`` excludes, bool (n_sequences,)."""
+    """Valid sequences, except those that ``mask_too_long`` excludes, bool (n_sequences,)."""
 
     @staticmethod
     def from_sample(sample: SequenceSample, options: ResolvedOptions) -> TrainedTokens:
@@ -96,8 +97,8 @@ class TrainedTokens:
 
 
 def valid_sequences(sample: SequenceSample) -> Tensor:
-    """Return which sequences have a reward, bool (n_sequences,): all without the key
-    ``outcome``."""
+    """Return which sequences have a reward, bool (n_sequences,). Without the key ``outcome`` all
+    do."""
     if "outcome" not in sample.keys:
         return torch.ones(len(sample["rewards"]), dtype=torch.bool)
     return sample["outcome"].cpu() == 0
@@ -272,11 +273,11 @@ def kl_of_rollouts(kl: Tensor, trained: TrainedTokens) -> tuple[float, int]:
 
 
 def rollout_means(values: Tensor, valid: Tensor, rollout: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean value of each rollout's valid sequences, f64, and whether it has one, bool.
+    """Return the mean value of each rollout's valid sequences, f64 (n_rollouts,), and whether the
+    rollout has a valid sequence, bool (n_rollouts,).
 
     ``values`` f32 and ``valid`` bool are (n_sequences,), ``rollout`` i64 (n_sequences,) is the
-    rollout of each sequence; the results are (n_rollouts,). The mean is 0 for a rollout without a
-    valid sequence.
+    rollout of each sequence. The mean is 0 for a rollout without a valid sequence.
     """
     zeros = torch.zeros(int(rollout.max()) + 1 if len(rollout) else 0, dtype=torch.float64)
     count = zeros.index_add(0, rollout, valid.double())
@@ -285,7 +286,7 @@ def rollout_means(values: Tensor, valid: Tensor, rollout: Tensor) -> tuple[Tenso
 
 
 def compare_rollouts(estimator: Estimator, rollout: Tensor) -> Estimator:
-    """Return an estimator over sequences that compares rollouts.
+    """Wrap an estimator so that it compares rollouts instead of sequences.
 
     The inputs and the result of the returned estimator are per sequence; ``rollout`` i64 (n,) is
     the rollout of each sequence. A rollout counts once in all statistics, with the mean score of
@@ -312,7 +313,7 @@ def compare_rollouts(estimator: Estimator, rollout: Tensor) -> Estimator:
 
 
 def _rollout_estimator(options: ResolvedOptions, trained: TrainedTokens) -> Estimator:
-    """Return the estimator of the options, which compares rollouts."""
+    """Return the estimator selected by the options, wrapped to compare rollouts."""
     estimator = options.estimator()
     if options.adv_estimator == PASS_AT_K:
         estimator = partial(estimator, k=options.pass_at_k)
@@ -386,10 +387,10 @@ def shared_states(sample: SequenceSample, trained: TrainedTokens) -> float:
 
 
 def _turn_states(sample: SequenceSample, trained: TrainedTokens) -> tuple[Tensor, Tensor]:
-    """Return the start state of every turn, i64, and which turns are present, bool.
+    """Return the start state of every turn, i64 (n_sequences, max_turns), and which turns are
+    present, bool of the same shape.
 
-    Both are (n_sequences, max_turns). A turn is present in a sequence that is valid and contains
-    tokens of it.
+    A turn is present in a sequence that is valid and contains tokens of it.
     """
     require_keys(sample, TURN_KEYS)
     counts = torch.from_numpy(np.asarray(sample.lengths("turn_states").values)).long()

@@ -20,18 +20,21 @@ from realhf.api.model import POSITIONS, TrainResult
 from realhf.api.sample import SequenceSample, choose_sequences
 
 WEIGHTS = "loss_weights"
-"""Key of the weight of every predicted token in the loss, f32 (L-1)."""
+"""Key of every predicted token's weight in the loss, f32 (L-1)."""
 RL = "rl_weights"
-"""Key of the weight of every predicted token in the policy loss, f32 (L-1)."""
+"""Key of every predicted token's weight in the policy loss, f32 (L-1)."""
 KL = "kl_weights"
-"""Key of the weight of every predicted token in the KL to the reference, f32 (L-1)."""
+"""Key of every predicted token's weight in the KL to the reference, f32 (L-1)."""
 CE = "ce_weights"
-"""Key of the weight of every predicted token in the cross-entropy loss, f32 (L-1)."""
+"""Key of every predicted token's weight in the cross-entropy loss, f32 (L-1)."""
 COMPONENTS: Mapping[str, float] = MappingProxyType({RL: 1.0, KL: 1.0, CE: 0.0})
-"""Components of a loss: the key of a component's token weights, and the weight of every token of
-``loss_mask`` in a batch without that key. Each component is aggregated over its own tokens only, so
-that the number of tokens of one does not scale another. In a microbatch the key holds the token
-weight times the weight of the aggregation (``component_weights``)."""
+"""Components of a loss: the key of each component's token weights, and the weight that every token
+of ``loss_mask`` has if a batch lacks that key.
+
+Each component is aggregated over its own tokens only, so that the number of tokens of one component
+does not scale another. In a microbatch the key holds the token weight times the aggregation's
+weight (``component_weights``).
+"""
 WEIGHT_SUMS = (
     "weights_n",
     "weights_sum",
@@ -43,7 +46,7 @@ WEIGHT_SUMS = (
 their squares, the number of sequences with a trained token, and the number of those that were
 rejected."""
 _FROM_FIRST_MINIBATCH = ("mismatch_kl", "mismatch_abs")
-"""Statistics of a train step that are those of its first minibatch, before any update."""
+"""Statistics of a train step that are taken from its first minibatch, before any update."""
 _TOTALS = ("clamped_exponents", "n_trained_tokens")
 """Statistics that are summed over the minibatches of a train step."""
 _NONE: Mapping[str, Tensor] = MappingProxyType({})
@@ -148,8 +151,8 @@ def replace_keys(
 
 
 def build_shifted_sample(sample: SequenceSample, key: str, values: Tensor) -> SequenceSample:
-    """Return a sample of the one key ``key``, whose ``values`` have L-1 entries per sequence of
-    ``sample``."""
+    """Return a sample with the single key ``key``, whose ``values`` have L-1 entries per sequence
+    of ``sample``."""
     shifted_lengths = [
         [length - 1 for length in inner] for inner in sample.seqlens["packed_input_ids"]
     ]
@@ -178,8 +181,8 @@ def minibatches(sample: SequenceSample, n: int, seed: tuple[int, ...]) -> list[S
 
 
 def split_updates(sample: SequenceSample, n: int, passes: int, seed: int) -> list[SequenceSample]:
-    """Return the minibatch of each update of a train step: ``n`` in every pass, shuffled per
-    pass."""
+    """Return the minibatch of each update of a train step: ``n`` minibatches in each of ``passes``
+    passes, shuffled separately in every pass."""
     if n * passes == 1:
         return [sample]
     return [part for number in range(passes) for part in minibatches(sample, n, (seed, number))]
@@ -219,7 +222,7 @@ def component_weights(
 
 
 def component_mask(sample: SequenceSample, component: str, mask: Tensor) -> Tensor:
-    """Return the tokens of ``mask``, bool (n,), with a nonzero weight in a component."""
+    """Return which tokens of ``mask``, bool (n,), have a nonzero weight in a component."""
     if component in sample.keys:
         return mask & (sample[component].to(mask.device) != 0)
     return mask if COMPONENTS[component] else torch.zeros_like(mask)
@@ -301,7 +304,7 @@ class NonFiniteGuard:
     def stop_statistics(self) -> dict[str, str]:
         """Return ``{"stop": reason}`` if the run has to end, otherwise an empty dict.
 
-        It is added to the statistics of the step: the master ends the run after it has recorded
+        The caller adds it to the statistics of the step; the master ends the run after recording
         them.
         """
         if self.in_a_row < self._limit:
@@ -317,7 +320,7 @@ def summary(results: Sequence[TrainResult]) -> dict[str, float]:
 
     Losses (``loss``, and ``loss_<name>`` of a component) and ``lr`` are averaged over the updates,
     statistics per token over the trained tokens of all updates. The mismatch is that of the first
-    minibatch only, the one that was computed before any update.
+    minibatch only, because it is the one computed before any update.
     """
     skipped = float(sum(result.skipped for result in results))
     out = {

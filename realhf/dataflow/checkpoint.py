@@ -102,7 +102,7 @@ class CheckpointStore:
 
     def begin(self, step: int) -> Path:
         """Create an empty temporary folder for the checkpoint of ``step``, which other processes
-        may fill, and return it. Errors are raised as by ``abandon``."""
+        may fill, and return it. Raises CheckpointError or OSError (see ``abandon``)."""
         draft = self.folder / f"{_name(step)}.tmp"
         try:
             self.discard(draft)
@@ -117,8 +117,8 @@ class CheckpointStore:
         """Make the filled folder the latest checkpoint and return its final path.
 
         ``saved`` are the files in it that their writers have synced and hashed; all others are
-        synced and hashed here. Errors are raised as by ``abandon``, also for a file that is missing
-        or does not have its reported size.
+        synced and hashed here. Raises CheckpointError or OSError (see ``abandon``), also for a file
+        that is missing or does not have its reported size.
         """
         try:
             write_whole(draft / STATE, json.dumps(state), synced=True)

@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def serve(options: ServerOptions) -> int:
-    """Load the model, then listen until a signal, or until the server cannot go on."""
+    """Load the model, then serve until a signal, or until the server has to stop because of an
+    error."""
     from realhf.tinker.routes import build_app
     from realhf.tinker.service import TrainingService
 
@@ -94,7 +95,8 @@ def uvicorn_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
 
 
 async def _wait_for_first(*waits: object) -> None:
-    """Wait for the first of several; the others, but for tasks of the caller, are left off."""
+    """Wait for the first of several awaitables and cancel the others, except for tasks that belong
+    to the caller."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[arg-type]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -107,7 +109,7 @@ async def _wait_for_first(*waits: object) -> None:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install no handlers: signals belong to ``serve``."""
+        """Install no signal handlers, because ``serve`` handles signals."""
         yield
 
 

@@ -1,4 +1,4 @@
-"""Which requests the training API serves, and whose they are."""
+"""Access control of the training API: which requests it serves, and to which owner they belong."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from realhf.web.refusal import Refusal
 from realhf.web.tokens import TokenTable
 
 OWNER = "tinker.owner"
-"""Key of an ASGI scope that holds a digest of the API key of the request."""
+"""Key of an ASGI scope under which a digest of the request's API key is stored."""
 _WITHOUT_KEY = ("/api/v1/healthz", "/api/v1/download/")
-"""Beginnings of paths that can be read without a key: the health check, and files whose address is
-signed."""
+"""Prefixes of paths that can be read without a key: the health check, and files with a signed
+address."""
 
 
 def error_body(refusal: Refusal) -> dict[str, Any]:
-    """Return the body of an error as the client reads it."""
+    """Return the body of an error response in the client's format."""
     return {"detail": refusal.detail, "message": refusal.detail}
 
 
 def guard_rules(options: ServerOptions) -> GuardRules:
-    """Return which requests are served: those with a known API key (X-API-Key), or with any key
-    where there is no file of keys. Each key is an owner, whose digest is left in
-    ``scope[OWNER]``."""
+    """Return the rules that decide which requests are served: those with a known API key
+    (X-API-Key), or with any key if there is no file of keys. Each key is an owner, whose digest is
+    stored in ``scope[OWNER]``."""
     keys = TokenTable((key, True) for key in options.api_keys())
     is_open = not is_loopback_host(options.host)
 

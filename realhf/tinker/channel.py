@@ -36,7 +36,7 @@ class ComputeOptions(Message, frozen=True):
     longest: int
     """Maximum sequence length in tokens; 0: the context length of the model."""
     kv_cache_gib: float | None
-    """Memory of the key-value cache in GiB; None: half of the free memory."""
+    """Size of the key-value cache in GiB; None: half of the free memory."""
     full_weights: bool = False
     """Whether all weights train instead of adapters."""
 
@@ -74,7 +74,7 @@ class Forward(Message, frozen=True, tag=True):
 
 
 class Update(Message, frozen=True, tag=True):
-    """Run an optimizer step. Like ``Create`` and ``Load`` it succeeds even if the state cannot be
+    """Run an optimizer step. Like ``Create`` and ``Load``, it succeeds even if the state cannot be
     saved because the disk is full."""
 
     model: str
@@ -93,12 +93,12 @@ class Drop(Message, frozen=True, tag=True):
 
 
 class Spoil(Message, frozen=True, tag=True):
-    """Make the next optimizer step fail, because a gradient that belongs to it is missing."""
+    """Make the next optimizer step fail, because a gradient that belongs in it is missing."""
 
     model: str
     """Id of the model."""
     why: str
-    """Why the gradient is missing."""
+    """Reason why the gradient is missing."""
 
 
 class Save(Message, frozen=True, tag=True):
@@ -109,8 +109,8 @@ class Save(Message, frozen=True, tag=True):
     folder: str
     """Target folder."""
     kind: Literal["sampler", "training", "external"]
-    """``sampler``: the trained weights; ``training``: these and the optimizer state; ``external``:
-    a whole model with merged weights."""
+    """``sampler``: the trained weights; ``training``: the trained weights and the optimizer state;
+    ``external``: a whole model with merged weights."""
 
 
 class Load(Message, frozen=True, tag=True):
@@ -148,7 +148,7 @@ class Cancel(Message, frozen=True, tag=True):
 
 
 Work = Create | Forward | Update | Drop | Spoil | Save | Load | Unload | Sample | Cancel
-"""The kinds of work of the compute process."""
+"""Any kind of work for the compute process."""
 
 
 class Job(Message, frozen=True):
@@ -159,8 +159,8 @@ class Job(Message, frozen=True):
     work: Work
     """The work."""
     again: bool = False
-    """Whether the job is a replay, which rebuilds a model. If a replay fails the model is removed:
-    the jobs after it would run with the wrong weights."""
+    """Whether the job is a replay, which rebuilds a model. If a replay fails the model is removed,
+    because the jobs after it would run with the wrong weights."""
 
 
 class Began(Message, frozen=True, tag=True):
@@ -178,7 +178,7 @@ class Done(Message, frozen=True, tag=True):
     error: str = ""
     """Why the job failed; "" if it succeeded."""
     theirs: bool = False
-    """Whether the client caused the error."""
+    """Whether the client is responsible for the error."""
     kept: bool = False
     """Whether the state was saved into the ``keep`` folder of the job."""
     version: int = -1
@@ -203,18 +203,21 @@ class Ready(Message, frozen=True, tag=True):
 
 
 ComputeReply = Began | Done | Ready
-"""The messages of the compute process."""
+"""Any message from the compute process."""
 _ENCODER = msgspec.msgpack.Encoder()
 _FLUSH_TIMEOUT_S = 5.0
-"""How long ``Channel.close`` waits for the outgoing messages."""
+"""Seconds that ``Channel.close`` waits for the outgoing messages to be sent."""
 _EXIT_TIMEOUT_S = 10.0
-"""How long the compute process may take to exit after SIGTERM before it is killed."""
+"""Seconds that the compute process gets to exit after SIGTERM before it is killed."""
 
 
 class Channel:
-    """One end of a message channel. It sends and receives on its own threads: ``on_message(message,
-    body)`` is called on the receiving thread for each message, decoded as ``message_type``, and
-    ``on_end()`` once when the other end has closed. ``send`` never blocks."""
+    """One end of a message channel, which sends and receives on its own threads.
+
+    ``on_message(message, body)`` is called on the receiving thread for each message, decoded as
+    ``message_type``; ``on_end()`` is called once, when the other end has closed. ``send`` never
+    blocks.
+    """
 
     def __init__(
         self,
@@ -241,8 +244,8 @@ class Channel:
         self._outgoing.put((_ENCODER.encode(message), body))
 
     def close(self) -> None:
-        """Send the queued messages, then close this end for writing, which the other end sees as
-        the end of the stream."""
+        """Send the queued messages, then close this end for writing; the other end sees the end of
+        the stream."""
         self._outgoing.put(None)
         self._sender.join(_FLUSH_TIMEOUT_S)
 
@@ -276,9 +279,12 @@ class Channel:
 
 
 class ComputeProcess:
-    """Handle of the compute process. ``on_reply(reply, body)`` and ``on_exit(exit_code)`` are
-    called on the event loop that is running when the handle is created; ``on_exit`` is not called
-    after ``stop``. The process ends with this one."""
+    """Handle of the compute process.
+
+    ``on_reply(reply, body)`` and ``on_exit(exit_code)`` are called on the event loop that is
+    running when the handle is created; ``on_exit`` is not called after ``stop``. The compute
+    process ends when this process does.
+    """
 
     def __init__(
         self,
@@ -294,7 +300,7 @@ class ComputeProcess:
         self._channel: Channel | None = None
 
     def start(self) -> None:
-        """Start the process, or a new one after it has died."""
+        """Start the process. May be called again after it has died."""
         own_end, child_end = socket.socketpair()
         with child_end:
             arguments = [

@@ -15,11 +15,11 @@ from realhf.tinker.store import CheckpointRow, TrainingStore
 from realhf.web.refusal import Refusal
 
 KINDS = {"training": "weights", "sampler": "sampler_weights", "external": "external_weights"}
-"""The kinds of checkpoints, and the path component of each in the client's ``tinker://`` paths."""
+"""Kinds of checkpoints, each with its path component in the client's ``tinker://`` paths."""
 
 
 class ServerCheckpoints:
-    """The checkpoints below the folder ``root``."""
+    """Registry of the checkpoints below the folder ``root``."""
 
     def __init__(self, store: TrainingStore, root: Path) -> None:
         self._store = store
@@ -27,8 +27,8 @@ class ServerCheckpoints:
         self._secret = store.get_or_set("secret", secrets.token_hex(32)).encode()
 
     def find(self, owner: str, path: str) -> CheckpointRow:
-        """Return the checkpoint at a ``tinker://`` path. Raises Refusal (404) if the owner has none
-        there, or it has expired."""
+        """Return the checkpoint at a ``tinker://`` path. Raises Refusal (404) if the owner has no
+        checkpoint there, or if it has expired."""
         row = self._store.checkpoint(path)
         if (
             row is None
@@ -43,13 +43,13 @@ class ServerCheckpoints:
         return Path(row.info["folder"])
 
     def new_folder(self, model: str, kind: str, name: str, seq: int) -> Path:
-        """Return the folder into which request ``seq`` of a model saves a checkpoint ``name``. Each
-        request has its own folder: samplers of a deleted or replaced checkpoint of the same name
-        must not get the new weights."""
+        """Return the folder into which a model's request ``seq`` saves the checkpoint ``name``.
+        Each request gets a separate folder, because samplers of a deleted or replaced checkpoint
+        with the same name must not get the new weights."""
         return self._root / "checkpoints" / safe_name(model) / KINDS[kind] / f"{name}.{seq}"
 
     def remove_partial(self) -> None:
-        """Remove incomplete folders, which a killed process has left."""
+        """Remove incomplete folders left behind by a killed process."""
         for top in ("checkpoints", "state"):
             for partial in (self._root / top).rglob(".*.tmp"):
                 shutil.rmtree(partial, ignore_errors=True)
@@ -60,14 +60,14 @@ class ServerCheckpoints:
         return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
 
     def signature(self, path: str, file: str, expires: int) -> str:
-        """Return the signature (HMAC-SHA256, hex) of a download URL: it permits to read ``file`` of
+        """Return the signature (HMAC-SHA256, hex) of a download URL. It permits reading ``file`` of
         the checkpoint at ``path`` until ``expires``, in seconds since the epoch."""
         payload = json.dumps([path, file, expires]).encode()
         return hmac.new(self._secret, payload, hashlib.sha256).hexdigest()
 
     def resolve_signed_file(self, path: str, file: str, expires: int, signature: str) -> Path:
-        """Return the path of the file of a signed download URL. Raises Refusal: 403 if the
-        signature is wrong or has expired, 404 if the checkpoint or the file is gone."""
+        """Return the path of the file that a signed download URL refers to. Raises Refusal: 403 if
+        the signature is wrong or has expired, 404 if the checkpoint or the file is gone."""
         is_valid = hmac.compare_digest(
             self.signature(path, file, expires).encode(), signature.encode()
         )
@@ -90,9 +90,9 @@ class ServerCheckpoints:
         shutil.rmtree(self.folder_of(row), ignore_errors=True)
 
     def delete_expired(self, ephemeral_before: float) -> None:
-        """Delete expired checkpoints, and ephemeral ones (saved without a name, and listed nowhere)
-        of unloaded models that were created before ``ephemeral_before``, in seconds since the
-        epoch."""
+        """Delete expired checkpoints. Also delete ephemeral checkpoints (saved without a name, and
+        not listed anywhere) of unloaded models that were created before ``ephemeral_before``, in
+        seconds since the epoch."""
         now = time.time()
         for row in self._store.checkpoints():
             model = self._store.model(row.model)
@@ -104,8 +104,8 @@ class ServerCheckpoints:
                 self.delete(row)
 
     def unregister_ephemeral(self, model: str, keep: int = 0) -> list[Path]:
-        """Remove the ephemeral checkpoints of a model from the registry except the newest ``keep``.
-        Return their folders, which the caller deletes."""
+        """Remove a model's ephemeral checkpoints, except the newest ``keep``, from the registry.
+        Returns their folders, which the caller deletes."""
         ephemeral = [
             row for row in self._store.checkpoints(model=model) if row.info.get("ephemeral")
         ]

@@ -75,7 +75,7 @@ system."""
 
 
 class Computer:
-    """Runs jobs on one base model. ``reply(message, body=b"")`` sends the replies."""
+    """Runner of jobs on one base model. ``reply(message, body=b"")`` sends the replies."""
 
     def __init__(self, options: ComputeOptions, reply: Callable[..., None]) -> None:
         self._options = options
@@ -171,8 +171,8 @@ class Computer:
             queue.append((job, body))
 
     def _run_next(self, model: str) -> None:
-        """Run the next job of a model, then move the model to the end of the round-robin order if
-        it has more jobs."""
+        """Run the next job of a model. If the model has more jobs, move it to the end of the
+        round-robin order."""
         queue = self._queues[model]
         job, body = queue.popleft()
         self._reply(Began(job.number))
@@ -228,9 +228,9 @@ class Computer:
         return b"", {}
 
     def _run_pass(self, work: Forward, body: bytes) -> bytes:
-        """Run a pass and return the body of its response. A failed backward pass makes the next
-        optimizer step fail: the client may have split one batch into several requests, and the
-        gradients of the others are accumulated."""
+        """Run a forward or backward pass and return the body of its response. A failed backward
+        pass makes the next optimizer step fail, because the client may have split one batch into
+        several requests, and the gradients of the other requests are accumulated."""
         model = self._models[work.model]
         try:
             return model.run(read_pass(body, vocabulary=self.vocabulary, longest=self.longest))
@@ -240,8 +240,8 @@ class Computer:
             raise
 
     def _remove(self, model: str) -> None:
-        """Remove a model and release its memory at once. An engine has reference cycles, so that
-        without a garbage collection its memory would be released at some later time."""
+        """Remove a model and release its memory at once. Engines have reference cycles, so their
+        memory is released only by a garbage collection, which this triggers."""
         if self._models.pop(model, None) is not None:
             gc.collect()
             self._heap.trim()
@@ -276,8 +276,8 @@ class Computer:
 
     def _keep_state(self, work: Create | Update | Load) -> bool:
         """Save the whole state of the model if the job asks for it; return whether it was saved.
-        The job succeeds even if its state cannot be saved: a client that repeated a step would
-        apply it twice. After a crash the state is rebuilt from an earlier one."""
+        The job succeeds even if saving fails, because a client that repeated a step would apply it
+        twice. After a crash the state is rebuilt from an earlier one."""
         if not work.keep:
             return False
         try:
@@ -288,8 +288,8 @@ class Computer:
         return True
 
     def _save(self, model_id: str, folder: Path, kind: str) -> float:
-        """Save a model durably and return the bytes of its files. The folder appears only once it
-        is complete."""
+        """Save a model durably and return the size of its files in bytes. The folder appears only
+        once it is complete."""
         model = self._models[model_id]
         with whole_folder(folder) as partial:
             if kind == "external":
@@ -321,8 +321,8 @@ class Computer:
 
 
 def _max_cache_bytes(gib: float | None, device: torch.device) -> int:
-    """Return the maximum bytes of the key-value cache: ``gib``, or half of the free memory. Nothing
-    else bounds what clients request."""
+    """Return the maximum size of the key-value cache in bytes: ``gib``, or half of the free memory.
+    Without this limit, clients could request any amount."""
     limit = cache_bytes(gib, device, shared=True)
     return _free_bytes(torch.device("cpu")) // 2 if limit is None else limit
 
@@ -351,8 +351,8 @@ def _find_end_tokens(tokenizer: Any, path: str) -> frozenset[int]:
 
 
 def main(arguments: list[str]) -> int:
-    """Serve jobs from the socket of descriptor ``arguments[0]`` until its other end closes; return
-    the exit code."""
+    """Serve jobs from the socket with descriptor ``arguments[0]`` until its other end closes;
+    return the exit code."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

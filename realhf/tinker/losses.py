@@ -3,8 +3,8 @@ means.
 
 Each loss function takes tensors of n packed positions: ``logprobs`` f32 (n,), the log-probabilities
 of the targets under the trained model, which carry the gradient; ``inputs``, the tensors from the
-client, f32 (n,) each; and ``sequence`` i64 (n,), the index of the datum of each position. It
-returns the loss of each position, f32 (n,). Cross-entropy also takes (n, K), for K targets a
+client, f32 (n,) each; and ``sequence`` i64 (n,), the index of each position's datum. It returns the
+loss of each position, f32 (n,). Cross-entropy also accepts tensors (n, K), for K targets per
 position.
 
 Notation: p is the probability of a target under the trained model, q under the model that sampled
@@ -26,21 +26,22 @@ import torch
 from torch import Tensor
 
 Inputs = Mapping[str, Tensor]
-"""Loss inputs of the positions by name."""
+"""Loss inputs of all positions, by name."""
 Settings = Mapping[str, float]
 """Settings of the loss by name."""
 LOW = "clip_low_threshold"
-"""Lower clip threshold of the ratio: a setting of the request, or an input with one value a
-position."""
+"""Name of the lower clip threshold of the ratio, which is a setting of the request or an input with
+one value per position."""
 HIGH = "clip_high_threshold"
-"""Upper clip threshold, likewise."""
+"""Name of the upper clip threshold of the ratio, likewise a setting or an input."""
 SEQUENCE_MASK = "sequence_ratio_mask"
-"""Input that marks the positions over which GSPO averages the log-ratio of a sequence."""
+"""Name of the input that marks the positions over which GSPO averages a sequence's log-ratio."""
 
 
 def cross_entropy(logprobs: Tensor, inputs: Inputs, sequence: Tensor, settings: Settings) -> Tensor:
     """Return -weight * log p. A weight may be negative: for a custom loss, which the client
-    evaluates, the second pass sends the derivative of the loss by the log-probability as weight."""
+    evaluates, the second pass sends the derivative of the loss with respect to the log-probability
+    as the weight."""
     del sequence, settings
     return -logprobs * inputs["weights"]
 
@@ -74,8 +75,8 @@ def dro(logprobs: Tensor, inputs: Inputs, sequence: Tensor, settings: Settings) 
 
 
 def gspo(logprobs: Tensor, inputs: Inputs, sequence: Tensor, settings: Settings) -> Tensor:
-    """Return PPO's loss with one ratio for each sequence: the geometric mean of the ratios at the
-    positions that ``sequence_ratio_mask`` marks. At each position the gradient is that of the
+    """Return PPO's loss with one ratio per sequence: the geometric mean of the ratios at the
+    positions that ``sequence_ratio_mask`` marks. The gradient at each position is that of the
     position's own log-probability. A sequence without marked positions has ratio 1."""
     marked = (inputs[SEQUENCE_MASK] != 0).to(logprobs.dtype)
     log_ratio = torch.where(
@@ -95,8 +96,8 @@ def _clipped_loss(ratio: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
 
 
 def _clip_ratio(ratio: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
-    """Clip to the thresholds of each position if the client sent them, else to those of the
-    request."""
+    """Clip the ratio to the thresholds of each position if the client sent them, otherwise to those
+    of the request."""
     low = inputs.get(LOW)
     high = inputs.get(HIGH)
     low = torch.full_like(ratio, settings[LOW]) if low is None else low
@@ -109,13 +110,14 @@ class ClientLoss:
     """A loss that clients can request."""
 
     compute: Callable[[Tensor, Inputs, Tensor, Settings], Tensor]
-    """The loss function: (logprobs, inputs, sequence, settings) to the loss of each position."""
+    """Loss function (logprobs, inputs, sequence, settings) that returns the loss of each
+    position."""
     needs: tuple[str, ...]
     """Required input tensors of each datum."""
     takes: tuple[str, ...] = ()
-    """Optional input tensors: clip thresholds of single positions."""
+    """Optional input tensors: clip thresholds per position."""
     settings: Mapping[str, float] = field(default_factory=dict)
-    """Settings and their defaults."""
+    """Settings with their default values."""
 
 
 _POLICY = ("logprobs", "advantages")
@@ -130,20 +132,20 @@ LOSSES: Mapping[str, ClientLoss] = {
         gspo, (*_POLICY, SEQUENCE_MASK), (LOW, HIGH), {LOW: 1 - 3e-4, HIGH: 1 + 4e-4}
     ),
 }
-"""The supported losses by their names in the client's ``LossFnType``. The defaults of CISPO and
-GSPO are those of their papers: no lower bound for CISPO, 1 - 3e-4 and 1 + 4e-4 for GSPO."""
+"""Supported losses by their names in the client's ``LossFnType``. The defaults of CISPO and GSPO
+are those of their papers: no lower bound for CISPO, 1 - 3e-4 and 1 + 4e-4 for GSPO."""
 _UNSUPPORTED = {
     "stable_reinforce": "its formula is not public; importance_sampling, ppo, cispo and gspo train "
     "on the same data",
     "custom": "losses are not traced here; forward_backward_custom computes them in the client "
     "instead",
 }
-"""Losses of the client that this server does not support, and why."""
+"""Losses of the client that this server does not support, with the reason."""
 
 
 def find_loss(name: str, config: Mapping[str, float | str]) -> tuple[ClientLoss, dict[str, float]]:
-    """Return the loss ``name`` and its settings: the defaults, overridden by ``config``. Raises
-    ValueError, which names the unsupported loss, or the unknown or invalid setting."""
+    """Return the loss called ``name`` and its settings: the defaults, overridden by ``config``.
+    Raises ValueError naming the unsupported loss, or the unknown or invalid setting."""
     if name not in LOSSES:
         why = _UNSUPPORTED.get(name, f"there are {', '.join(LOSSES)}")
         raise ValueError(f"loss_fn {name!r} is not carried by this server: {why}")

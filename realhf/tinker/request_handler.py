@@ -1,4 +1,4 @@
-"""Shared part of the HTTP handlers: reads request bodies, checks ownership, queues requests and
+"""Common base of the HTTP handlers: reads request bodies, checks ownership, queues requests and
 returns futures."""
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from realhf.web.bodies import BodyBudget, BodyShare, check_declared_length, read
 from realhf.web.refusal import Refusal
 
 _CONCURRENT_BODIES = 4
-"""Number of bodies of the maximum size that may be read at the same time."""
+"""Number of bodies of maximum size that may be read at the same time."""
 _SMALL = 1 << 20
-"""Maximum bytes of a body without data. Only ``forward_backward``, ``sample`` and telemetry have
-data."""
+"""Maximum size in bytes of a body without data. Only ``forward_backward``, ``sample`` and telemetry
+requests have data."""
 _READ = "tinker.read"
-"""Key of an ASGI scope that holds the part of the body that was read, until the request is
+"""Key of an ASGI scope under which the part of the body read so far is stored, until the request is
 answered."""
 _RETRIED_STATUSES = (401, 403, 408, 409, 429)
-"""Statuses after which the sequence number of a refused request stays free: the client sends the
-same request again, or it is not a client of this server."""
+"""Response statuses after which the sequence number of a refused request stays free, because the
+client sends the same request again or is not a client of this server."""
 _SCAN_TIMEOUT_S = 10.0
-"""How long the rest of a body that is too large is searched for its sequence number."""
+"""Maximum seconds for which the rest of an oversized body is searched for its sequence number."""
 
 
 class RequestHandler:
-    """What the HTTP handlers of one service have in common."""
+    """Base class with the functions that the HTTP handlers of a service share."""
 
     def __init__(self, service: TrainingService) -> None:
         self.service = service
@@ -53,8 +53,9 @@ class RequestHandler:
         self._bodies = BodyBudget(_CONCURRENT_BODIES * service.options.max_body_mib << 20)
 
     async def body(self, request: Request, *, data: bool = False) -> bytes:
-        """Return the plain body of a request. One with ``data`` may have ``--max-body-mib``, others
-        ``_SMALL`` bytes. Raises Refusal for one that is too large, too slow, or damaged."""
+        """Return the decoded body of a request. The limit is ``--max-body-mib`` for a request with
+        ``data`` and ``_SMALL`` bytes for any other. Raises Refusal for a body that is too large,
+        too slow, or damaged."""
         largest = self.options.max_body_mib << 20
         beginning = b""
         max_bytes = largest if data else min(largest, _SMALL)
@@ -85,8 +86,8 @@ class RequestHandler:
         self, kind: str, handler: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
         """Wrap the handler of a kind of request that has a sequence number. If the handler refuses
-        a request for good, its number is recorded as failed: the client goes on with the next
-        number, which would wait forever."""
+        a request permanently, its number is recorded as failed. The client goes on with the next
+        number, and that request would otherwise wait forever."""
 
         async def handle(request: Request) -> Response:
             try:
@@ -102,7 +103,8 @@ class RequestHandler:
         return handle
 
     async def _skip(self, request: Request, kind: str, why: str, status: int) -> None:
-        """Record the sequence number of a refused request as failed, if it can be determined."""
+        """Record the sequence number of a refused request as failed, if the number can be
+        determined."""
         models, seq = await self._find_seq(request, status)
         for model in models:
             with suppress(Refusal):
@@ -112,8 +114,8 @@ class RequestHandler:
                 return
 
     async def _find_seq(self, request: Request, status: int) -> tuple[list[str], int | None]:
-        """Return the candidate model ids of a refused request and its sequence number (None if it
-        is unknown)."""
+        """Return the model ids that a refused request may belong to, and its sequence number (None
+        if it is unknown)."""
         read: bytes = request.scope.get(_READ, b"")
         if PROTOBUF in request.headers.get("content-type", ""):
             with suppress(BadRequest):
@@ -142,8 +144,8 @@ class RequestHandler:
         return read_json(kind, await self.body(request))
 
     def session(self, request: Request, session: str, *, alive: bool = True) -> dict[str, Any]:
-        """Return the info of a session of the client. With ``alive`` also record a heartbeat.
-        Raises Refusal: 404 if the client has no such session, 410 if ``alive`` and it has
+        """Return the info of one of the client's sessions. With ``alive`` also record a heartbeat.
+        Raises Refusal: 404 if the client has no such session, 410 if ``alive`` and the session has
         finished."""
         row = self.store.session(session)
         if row is None or row[0] != request.scope[OWNER]:
@@ -180,7 +182,7 @@ class RequestHandler:
         options: dict[str, Any],
         body: bytes,
     ) -> Response:
-        """Queue the request that creates model ``number`` of a session; return its future. Raises
+        """Queue the request that creates a session's model ``number``; return its future. Raises
         Refusal."""
         owner = request.scope[OWNER]
         self.session(request, session)
@@ -190,7 +192,8 @@ class RequestHandler:
         )
 
     def model(self, request: Request, model: str) -> ModelRow:
-        """Return a model of the client. Raises Refusal (404) if the client has no such model."""
+        """Return one of the client's models. Raises Refusal (404) if the client has no such
+        model."""
         row = self.store.model(model)
         if row is None or row.owner != request.scope[OWNER]:
             raise Refusal(404, f"there is no model {model!r:.200}")
@@ -199,7 +202,7 @@ class RequestHandler:
     def submit(
         self, request: Request, kind: str, model: str, seq: int | None, body: bytes
     ) -> Response:
-        """Queue request ``seq`` of a model; return its future. Raises Refusal."""
+        """Queue a model's request ``seq``; return its future. Raises Refusal."""
         row = self.model(request, model)
         if row.unloaded:
             raise Refusal(400, f"model {model} was unloaded")
@@ -210,8 +213,8 @@ class RequestHandler:
 
     def unload(self, request: Request, model: str) -> Response:
         """Queue an unload request and return its future. Repeated calls return the same future. The
-        client does not number unload requests, so it gets the next free sequence number. Raises
-        Refusal."""
+        client does not number unload requests, so the request gets the next free sequence number.
+        Raises Refusal."""
         row = self.model(request, model)
         seq = self.store.next_seq(model)
         last = self.store.request(f"{model}:{seq - 1}")
@@ -223,18 +226,17 @@ class RequestHandler:
 
     @staticmethod
     def future(name: str, model: str | None = None, **more: Any) -> Response:
-        """Return the response with a future, the client's ``UntypedAPIFuture``."""
+        """Return the response that contains a future, the client's ``UntypedAPIFuture``."""
         return json_response(types.UntypedAPIFuture(request_id=name, model_id=model, **more))
 
 
 def check_number(number: int | None) -> int:
-    """Return a sequence number of a client. Raises Refusal (400) if it is missing or out of
-    range."""
+    """Return a client's sequence number. Raises Refusal (400) if it is missing or out of range."""
     if number is None or not 0 <= number < 1 << 31:
         raise Refusal(400, f"the number {number!r:.50} is out of range")
     return number
 
 
 def json_response(content: Any) -> Response:
-    """Return a response with an object of one of the client's types."""
+    """Return a JSON response with an object of one of the client's types."""
     return Response(content.model_dump_json(), media_type=JSON)

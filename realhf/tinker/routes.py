@@ -1,8 +1,8 @@
 """HTTP routes of the training API, except those about checkpoints (``weights_routes``).
 
-Request and response bodies are of the client's own types. Invalid requests are refused before they
-get a future if that is possible (HTTP 400 to 429, which the client raises as ``APIStatusError``),
-else the future fails (``RequestFailedError``).
+Request and response bodies have the client's own types. If possible, an invalid request is refused
+before it gets a future (HTTP 400 to 429, which the client raises as ``APIStatusError``); otherwise
+the future fails (``RequestFailedError``).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from realhf.web.guard import RequestGuard, refusal_response
 from realhf.web.refusal import Refusal
 
 LONG_POLL_S = 30.0
-"""How long ``retrieve_future`` waits for a result; the client's timeout is 45 s."""
+"""Seconds that ``retrieve_future`` waits for a result; the client's timeout is 45 s."""
 Handler = Callable[[Request], Awaitable[Response]]
 """A function that answers a request."""
 
 
 def build_app(service: TrainingService) -> Starlette:
-    """Return the ASGI application of an open service."""
+    """Return the ASGI application of a service, which must be open."""
     routes = Routes(service)
     return Starlette(
         routes=[
@@ -48,7 +48,7 @@ def build_app(service: TrainingService) -> Starlette:
 
 
 def with_error_responses(handler: Handler) -> Handler:
-    """Wrap a handler so that refusals and store errors become error responses."""
+    """Wrap a handler so that refusals and store errors are returned as error responses."""
 
     async def guard(request: Request) -> Response:
         try:
@@ -65,7 +65,7 @@ def with_error_responses(handler: Handler) -> Handler:
 
 
 class Routes:
-    """The handlers of one service."""
+    """HTTP handlers of one service."""
 
     def __init__(self, service: TrainingService) -> None:
         self._handler = RequestHandler(service)
@@ -122,8 +122,8 @@ class Routes:
         ]
 
     async def unknown(self, request: Request) -> Response:
-        """Refuse a request that this server does not know, such as one of another client version.
-        If it has a sequence number, that is recorded as failed."""
+        """Refuse a request that this server does not support, such as one from another client
+        version. If it has a sequence number, that number is recorded as failed."""
         await self._handler.body(request)
         raise Refusal(404, f"this server has no request {request.url.path!r:.200}")
 
@@ -151,8 +151,8 @@ class Routes:
         return json_response(types.GetServerCapabilitiesResponse(supported_models=models))
 
     async def client_config(self, request: Request) -> Response:
-        """Return the client's settings: into parts of which size it splits a batch, and how many
-        samples it requests at the same time."""
+        """Return the client's settings: the size of the parts into which it splits a batch, and the
+        number of samples it requests at the same time."""
         await self._handler.body(request)
         max_chunk = max(1 << 20, (self._handler.options.max_body_mib << 20) // 4)
         return JSONResponse(
@@ -160,8 +160,8 @@ class Routes:
         )
 
     async def dynamic_config(self, request: Request) -> Response:
-        """Return the client's settings that may change: it cancels samples that it no longer waits
-        for."""
+        """Return the client's settings that may change at run time: that it cancels samples it no
+        longer waits for."""
         await self._handler.body(request)
         return JSONResponse({"sample_cancel_enabled": True})
 
@@ -231,7 +231,7 @@ class Routes:
     # ---- training
 
     async def create_model(self, request: Request) -> Response:
-        """Create a model: one with adapters, or with ``--full-weights`` one whose weights all
+        """Create a model with adapters or, with ``--full-weights``, one in which all weights
         train."""
         body = await self._handler.body(request)
         parsed = read_json(types.CreateModelRequest, body)
@@ -273,7 +273,7 @@ class Routes:
         )
 
     async def unload_model(self, request: Request) -> Response:
-        """Unload a model for good; its checkpoints stay."""
+        """Unload a model permanently; its checkpoints are kept."""
         parsed = await self._handler.parse(request, types.UnloadModelRequest)
         return self._handler.unload(request, parsed.model_id)
 
@@ -317,7 +317,7 @@ class Routes:
     # ---- sampling
 
     async def create_sampler(self, request: Request) -> Response:
-        """Create a sampler of a checkpoint, or of the base model."""
+        """Create a sampler that uses a checkpoint or the base model."""
         parsed = await self._handler.parse(request, types.CreateSamplingSessionRequest)
         self._handler.service.check_disk()
         self._handler.session(request, parsed.session_id)
@@ -343,7 +343,7 @@ class Routes:
         return row
 
     async def join_sampler(self, request: Request) -> Response:
-        """Return a client number for another client of a sampler."""
+        """Return a client number for a further client of an existing sampler."""
         parsed = await self._handler.parse(request, types.JoinSamplingSessionRequest)
         self._sampler(request, parsed.sampling_session_id)
         return json_response(
@@ -381,8 +381,8 @@ class Routes:
     # ---- futures
 
     async def retrieve(self, request: Request) -> Response:
-        """Wait for a future and return its result; status 408 after ``LONG_POLL_S``, and the client
-        asks again."""
+        """Wait for a future and return its result. After ``LONG_POLL_S`` return status 408, on
+        which the client asks again."""
         parsed = await self._handler.parse(request, types.FutureRetrieveRequest)
         ended = await self._handler.service.wait_for(
             request.scope[OWNER], parsed.request_id, LONG_POLL_S
@@ -415,7 +415,7 @@ class Routes:
 
 
 def _build_result(kind: str, model: str, info: Any) -> dict[str, Any]:
-    """Return the JSON result of a finished request. In addition to the client's fields it has the
+    """Return the JSON result of a finished request. Besides the client's fields it contains the
     version and digest of the weights."""
     weights = {"weights_version": info.get("version"), "weights_digest": info.get("digest")}
     if kind in ("create_model", "unload_model"):

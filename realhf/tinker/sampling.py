@@ -49,29 +49,30 @@ SWITCH_S = 2.0
 """Seconds that a request for another set of weights waits before the active set accepts no more
 requests."""
 MAX_SAMPLES = 1024
-"""Maximum number of sequences of a request."""
+"""Maximum number of sequences per request."""
 MAX_TOP_K = 1024
-"""Maximum number of most likely tokens of a position that a request may ask for."""
+"""Maximum number of most likely tokens per position that a request may ask for."""
 MAX_TOP_K_CELLS = 1 << 22
-"""Maximum number of entries of all top-k lists of a response, of eight bytes each."""
+"""Maximum total number of entries, of eight bytes each, in the top-k lists of a response."""
 MAX_STOP_STRINGS = 64
-"""Maximum number of stop strings of a request: each sampled token is checked for all of them."""
+"""Maximum number of stop strings per request; every sampled token is checked against all of
+them."""
 MAX_STOP_LENGTH = 256
-"""Maximum number of characters of a stop string."""
+"""Maximum number of characters in a stop string."""
 MIN_TEMPERATURE = 1e-3
-"""Minimum temperature except 0. Below it logits would overflow fp32, and the whole batch would
+"""Minimum temperature other than 0. Below it logits would overflow fp32, and the whole batch would
 fail."""
 _LOGIT_BYTES = 1 << 26
-"""Maximum bytes of the fp32 logits that are computed at once."""
+"""Maximum bytes of fp32 logits that are computed at once."""
 UNSCORED_LOGPROB = -99999.0
-"""The client's log-probability for positions without a top-k list."""
+"""Log-probability that the client expects at positions without a top-k list."""
 BASE = WeightsId(0, "base")
-"""Identity of the base model."""
+"""Identifier of the base model's weights."""
 VERSION = "version.json"
-"""File next to saved weights with their version and digest."""
+"""File, next to saved weights, with their version and digest."""
 OnSampled = Callable[[int, bytes | Exception, WeightsId], None]
-"""Called with the number of a request, the body of its response or its error, and the weights that
-sampled it."""
+"""Callback for a finished request: its number, the body of its response or its error, and the
+identity of the weights that sampled it."""
 
 
 @dataclass(eq=False)
@@ -87,7 +88,7 @@ class SampleJob:
     request: Any
     """The client's ``SampleRequest``."""
     config: GenConfig
-    """Its sampling parameters."""
+    """Sampling parameters of the request."""
     stop_tokens: frozenset[int]
     """Tokens that end a sequence."""
     stop_strings: tuple[str, ...]
@@ -95,20 +96,21 @@ class SampleJob:
     on_done: OnSampled
     """Called once with the response or the error."""
     scores_only: bool = False
-    """Whether only the prompt is scored: it fills the context, so nothing can be sampled."""
+    """Whether only the prompt is scored, because it fills the context and nothing can be
+    sampled."""
     turns: list[DecodeTurn] = field(default_factory=list)
-    """The sequences."""
+    """Turns of the decoder, one for each sequence."""
     top_k: dict[int, TopK] = field(default_factory=dict)
-    """Most likely tokens of each position of a finished sequence, by its slot."""
+    """Most likely tokens of each position of the finished sequences, by slot."""
     unfinished: int = 0
-    """Number of sequences that have not finished."""
+    """Number of sequences that have not finished yet."""
     submitted_at: float = field(default_factory=time.monotonic)
-    """When the request came, in seconds of the monotonic clock."""
+    """Arrival time of the request, in seconds of the monotonic clock."""
 
 
 class SamplingWeights:
-    """The active set of weights: ``model`` has the weights of the last ``use``, ``core`` decodes
-    with it."""
+    """Holder of the active set of weights: ``model`` has the weights of the last ``use``, and
+    ``core`` decodes with it."""
 
     def __init__(self, base: Any, max_bytes: Callable[[], int | None], full_weights: bool) -> None:
         self._base = base
@@ -150,8 +152,8 @@ class SamplingWeights:
         return WeightsId(_read_version(folder), joint_digest(digests))
 
     def _adapters_for(self, folder: Path) -> LoraAdapters:
-        """Return adapters of the shape that is saved in ``folder``. Only the adapters of the last
-        shape are kept."""
+        """Return adapters with the shape saved in ``folder``. Only the adapters of the last shape
+        are cached."""
         try:
             config = json.loads((folder / ADAPTER / CONFIG).read_text(encoding="utf-8"))
         except OSError:
@@ -176,12 +178,15 @@ def _read_version(folder: Path) -> int:
 
 
 class Sampler:
-    """Runs ``sample`` requests on ``base``, a transformers model, one step at a time.
-    ``end_tokens`` end a sequence unless its request names stop tokens or strings. ``longest`` is
-    the maximum length of prompt and sampled tokens together. ``max_bytes()`` is the maximum size of
-    the key-value cache (None: no maximum). ``on_start`` is called with the number of a request
-    before its computation starts. With ``full_weights`` saved weights are those of the whole
-    model."""
+    """Runner of ``sample`` requests on ``base``, a transformers model, one step at a time.
+
+    Args:
+        end_tokens: Tokens that end a sequence unless its request names stop tokens or strings.
+        longest: Maximum length of prompt and sampled tokens together.
+        max_bytes: Function that returns the maximum size of the key-value cache (None: no maximum).
+        on_start: Called with the number of a request before its computation starts.
+        full_weights: Whether saved weights are those of the whole model.
+    """
 
     def __init__(
         self,
@@ -216,7 +221,7 @@ class Sampler:
 
     @property
     def _is_active(self) -> bool:
-        """Whether the active weights are still needed."""
+        """Whether any request still needs the active weights."""
         return bool(self._joining or self._decoding or self._scoring)
 
     def submit(self, number: int, folder: str, request: Any, on_done: OnSampled) -> None:
@@ -261,8 +266,8 @@ class Sampler:
         self._waiting.append(job)
 
     def _parse_stop(self, stop: Any) -> tuple[frozenset[int], tuple[str, ...]]:
-        """Return stop tokens and stop strings. Those of a request replace the end tokens of the
-        model."""
+        """Return stop tokens and stop strings. Those of a request replace the model's end
+        tokens."""
         if stop is None:
             return self._end_tokens, ()
         if isinstance(stop, str):
@@ -292,8 +297,8 @@ class Sampler:
 
     def step(self) -> None:
         """Run one step: let sequences join, sample a token for each decoding sequence, and compute
-        the top-k lists of one finished sequence. Errors go to the ``on_done`` of the requests that
-        they concern."""
+        the top-k lists of one finished sequence. Errors are passed to ``on_done`` of the affected
+        requests."""
         self._switch_weights()
         self._start_waiting()
         core = self._weights.core
@@ -315,8 +320,8 @@ class Sampler:
             self._compute_top_k(*self._scoring.pop(0))
 
     def _switch_weights(self) -> None:
-        """Activate the weights of the first waiting request, unless the active weights are still
-        needed."""
+        """Activate the weights that the first waiting request needs, unless the active weights are
+        still needed."""
         if self._is_active or not self._waiting:
             return
         folder = self._waiting[0].folder
@@ -333,9 +338,9 @@ class Sampler:
                 job.on_done(job.number, error, self._weights.weights_id)
 
     def _start_waiting(self) -> None:
-        """Create the turns of waiting requests for the active weights, unless a request for other
-        weights has waited too long, or MAX_SAMPLES turns already wait for room (each has a copy of
-        its prompt)."""
+        """Create the turns of waiting requests for the active weights. Stop if a request for other
+        weights has waited too long, or if MAX_SAMPLES turns already wait for room (each of them has
+        a copy of its prompt)."""
         now = time.monotonic()
         must_switch = any(
             job.folder != self._folder and now - job.submitted_at > SWITCH_S
@@ -410,8 +415,9 @@ class Sampler:
             self._respond(job)
 
     def _compute_top_k(self, job: SampleJob, turn: DecodeTurn) -> None:
-        """Compute the most likely tokens of each position of a finished sequence. This takes a pass
-        over the whole sequence, so ``step`` does it for one sequence at a time."""
+        """Compute the most likely tokens at each position of a finished sequence. This takes a
+        forward pass over the whole sequence, so ``step`` does it for only one sequence at a
+        time."""
         ids = np.concatenate([job.prompt, np.asarray(turn.token_ids, dtype=np.int64)])
         k = job.request.topk_sample_logprobs
         first = len(job.prompt) - 1
@@ -426,8 +432,9 @@ class Sampler:
         self._finish_turn(job)
 
     def _ends_with_stop(self, turn: DecodeTurn, strings: Sequence[str]) -> bool:
-        """Whether the last token completes a stop string. A token has at least one byte, so the
-        last tokens, as many as the longest string has bytes, contain any string that ends there."""
+        """Return whether the last token completes a stop string. A token has at least one byte, so
+        any stop string that ends there lies within as many last tokens as the longest stop string
+        has bytes."""
         tail = turn.token_ids[-max(len(text.encode()) for text in strings) - 1 :]
         decoded = self._tokenizer.decode(tail, clean_up_tokenization_spaces=False)
         return any(text in decoded for text in strings)
@@ -493,10 +500,13 @@ class Sampler:
         target_ids: np.ndarray | None = None,
         temperature: float = 1.0,
     ) -> tuple[np.ndarray, TopK | None, np.ndarray | None]:
-        """Run a forward pass over ``tokens`` (n,) and return, for the predictions from position
-        ``first`` on, the log-probabilities of ``targets`` (n,), f32 (n - first,); the ``k`` most
-        likely tokens; and the log-probabilities of ``target_ids`` (n, K), f32 (n - first, K), 0
-        where the id is -1. Parts that were not requested are empty or None."""
+        """Run a forward pass over ``tokens`` (n,) and score the predictions from position ``first``
+        on.
+
+        Returns the log-probabilities of ``targets`` (n,), f32 (n - first,); the ``k`` most likely
+        tokens; and the log-probabilities of ``target_ids`` (n, K), f32 (n - first, K), 0 where the
+        id is -1. Parts that were not requested are empty or None.
+        """
         model = self._weights.model
         input_ids = torch.from_numpy(tokens)[None].to(model.device)
         hidden = model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state[
@@ -534,8 +544,9 @@ class Sampler:
         )
 
     def _fail(self, error: Exception) -> None:
-        """Fail all requests with decoding sequences. If there are none, the error is that a
-        sequence does not fit into memory: fail the request with the longest joining sequence."""
+        """Fail all requests with decoding sequences. If there are none, the error means that a
+        joining sequence does not fit into memory, so fail the request with the longest joining
+        sequence."""
         failed = {id(job): job for job, _ in self._decoding.values()}
         if not failed and self._joining:
             longest, _ = max(self._joining, key=lambda each: each[1].length + each[1].budget)
@@ -557,7 +568,8 @@ def _has_prompt_scores(request: Any) -> bool:
 
 
 def _with_client_names(text: str) -> str:
-    """Replace the generation options in an error message by the client's names for them."""
+    """Replace the names of generation options in an error message by the client's names for
+    them."""
     return text.replace("gen.max_new_tokens", "sampling_params.max_tokens").replace(
         "gen.", "sampling_params."
     )
@@ -604,9 +616,9 @@ def _check_request(request: Any, length: int, max_tokens: int) -> None:
 
 
 def _target_width(targets: Any, length: int) -> int:
-    """Return K, the number of target ids of each position of a prompt of ``length`` tokens. Raises
-    BadRequest. The shape is checked before a sparse tensor is made dense: a small body may state a
-    huge shape."""
+    """Return K, the number of target ids per position of a prompt of ``length`` tokens. Raises
+    BadRequest. The shape is checked before a sparse tensor is made dense, because a small body may
+    declare a huge shape."""
     if targets.sparse_crow_indices is not None and targets.sparse_col_indices is None:
         raise BadRequest("target_prompt_logprobs: sparse_col_indices are missing")
     shape = tuple(targets.shape or [len(targets.data)])

@@ -63,22 +63,23 @@ from realhf.web.refusal import Refusal
 _log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 900.0
-"""Maximum time for the compute process to load the base model."""
+"""Maximum seconds for the compute process to load the base model."""
 MAX_CRASHES = 3
-"""Maximum number of crashes of the compute process within ``CRASH_WINDOW_S``; with one more the
+"""Maximum number of crashes of the compute process within ``CRASH_WINDOW_S``; after one more, the
 server stops."""
 CRASH_WINDOW_S = 600.0
-"""Length of that window."""
+"""Length in seconds of the window in which crashes are counted."""
 MAX_TRIES = 2
-"""A request fails once the compute process has crashed this many times while running it."""
+"""Number of crashes of the compute process while running a request after which the request
+fails."""
 FETCHED_RESULT_TTL_S = 900.0
-"""How long a result is kept after the client has fetched it."""
+"""Seconds that a result is kept after the client has fetched it."""
 UNUSED_TTL_S = 7 * 86400.0
-"""How long results that were not fetched, and models without requests, are kept."""
+"""Seconds that results that were not fetched, and models without requests, are kept."""
 CLEAN_INTERVAL_S = 60.0
-"""Time between two clean-ups."""
+"""Seconds between two clean-ups."""
 TOTAL_QUOTA_FACTOR = 4
-"""The pending bytes of all API keys together may be this many times the quota of one key. Without a
+"""Limit of the pending bytes of all API keys together, as a multiple of one key's quota. Without a
 file of keys the server accepts any key, so a client could otherwise get any number of quotas."""
 CHECKPOINT_KINDS = (
     "save_weights",
@@ -86,50 +87,51 @@ CHECKPOINT_KINDS = (
     "save_weights_external",
     "load_weights",
 )
-"""Kinds of requests that name the path of a checkpoint."""
+"""Kinds of requests that contain the path of a checkpoint."""
 _FULL_WEIGHTS_PREFIX = "whole:"
 """Prefix of the stored digest of the base model if the server trains all weights."""
 NEVER_CAME = "an earlier request never arrived"
-"""Error of a request that waited for one with a lower sequence number."""
+"""Error text of a request that waited for one with a lower sequence number."""
 REFUSED = "refused"
-"""Kind of a refused request of which only the sequence number is known."""
+"""Kind recorded for a refused request of which only the sequence number is known."""
 MAX_SEQ_AHEAD = 1 << 16
-"""How far the sequence number of a refused request may be ahead of the first missing one. A number
+"""Maximum distance of a refused request's sequence number from the first missing one. A number
 further ahead is ignored: no real client counts that far, and each stored number takes memory."""
 GAP_TIMEOUT_CLEANS = 10
-"""Number of successive clean-ups after which a missing request is given up. Clean-ups are counted
-instead of seconds so that time during which this process was stopped does not count."""
+"""Number of successive clean-ups after which the server stops waiting for a missing request.
+Clean-ups are counted instead of seconds so that time during which this process was stopped does not
+count."""
 
 
 @dataclass
 class _RunningJob:
-    """A job that was sent to the compute process and has not been answered."""
+    """A job that was sent to the compute process and has not been answered yet."""
 
     work: Work
     """The work."""
     body: bytes
     """Body of the job."""
     model: str
-    """Id of its model; "" for sampling."""
+    """Id of the job's model; "" for sampling."""
     request: RequestRow | None
-    """The request that it runs; None for a job that is only a part of rebuilding a model."""
+    """The request that the job runs; None for a job that only helps to rebuild a model."""
     redo: bool = False
-    """Whether it replays a request that has ended already."""
+    """Whether the job replays a request that has already ended."""
     began: bool = False
-    """Whether the compute process has started it."""
+    """Whether the compute process has started the job."""
 
 
 @dataclass(frozen=True)
 class _QueueState:
-    """Progress of the sequence numbers of a model. A client that disappears may leave a gap in each
-    of its models."""
+    """State of a model's sequence numbers. A client that disappears may leave a gap in each of its
+    models."""
 
     first_missing: int
-    """The first sequence number that has not come."""
+    """The first sequence number that has not arrived."""
     has_pending: bool
-    """Whether a request before it is pending."""
+    """Whether a request before the first missing one is pending."""
     is_blocked: bool
-    """Whether a pending request waits behind it."""
+    """Whether a pending request waits for the missing one."""
 
 
 class TrainingService:
@@ -137,9 +139,9 @@ class TrainingService:
     must be called on one event loop."""
 
     failure: str
-    """Why the server cannot go on; "" while it can."""
+    """Reason why the server has to stop; "" while it works."""
     ended: asyncio.Event
-    """Set when the server cannot go on."""
+    """Set when the server has to stop."""
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
@@ -180,8 +182,8 @@ class TrainingService:
     # ---- life cycle
 
     async def open(self) -> None:
-        """Start the compute process and resume the pending requests. Raises RuntimeError if it does
-        not start."""
+        """Start the compute process and resume the pending requests. Raises RuntimeError if the
+        process does not start."""
         self.checkpoints.remove_partial()
         self._process.start()
         await self._wait_until_ready()
@@ -233,7 +235,7 @@ class TrainingService:
             self._fail(f"the process that computes has ended, and cannot be replaced: {error}")
 
     def _restart(self, code: int) -> None:
-        """Start a new compute process after a crash, and run again the jobs that had no reply."""
+        """Start a new compute process after a crash, and send it the unanswered jobs again."""
         now = process_clock.now()
         self._crashes.append(now)
         while self._crashes[0] < now - CRASH_WINDOW_S:
@@ -268,9 +270,9 @@ class TrainingService:
                     self._dispatch(job.request)
 
     def _count_tries(self, jobs: list[_RunningJob]) -> None:
-        """Count a crash for the requests that may have caused it: those of the training job that
-        had started, else of all sampling jobs that had. One thread computes, so while it trains it
-        does not sample."""
+        """Count a crash for the requests that may have caused it: that of the started training job
+        or, if there is none, those of all started sampling jobs. The process computes on one
+        thread, so while it trains it does not sample."""
         started = [job for job in jobs if job.began and job.request is not None]
         for job in [job for job in started if job.model] or started:
             assert job.request is not None
@@ -324,11 +326,14 @@ class TrainingService:
         body: bytes,
         new_model: tuple[str, Mapping[str, Any]] | None = None,
     ) -> str:
-        """Queue a request and return the id of its future; a request that was submitted before is
-        not queued again. ``new_model`` is the session and the options of the model that the request
-        creates. Raises Refusal: 400 if the sequence number is out of range or belongs to another
-        request, 429 if the owner or the server has too much pending or no model can leave the
-        memory, 507 if the disk is nearly full."""
+        """Queue a request and return the id of its future. A request that was submitted before is
+        not queued again.
+
+        ``new_model`` is the session and the options of the model that the request creates. Raises
+        Refusal: 400 if the sequence number is out of range or belongs to another request, 429 if
+        the owner or the server has too much pending or no model can be unloaded, 507 if the disk is
+        nearly full.
+        """
         name = f"{target}:{seq}"
         known = self.store.request(name)
         if known is not None:
@@ -370,9 +375,9 @@ class TrainingService:
         return name
 
     def skip(self, owner: str, model: str, seq: int, why: str, kind: str = "") -> None:
-        """Record a request that was refused for good as failed, so that the requests after it do
-        not wait for it. An optimizer step after it may lack a gradient, and fails. ``kind`` is the
-        kind of the request, "" if unknown."""
+        """Record a permanently refused request as failed, so that the requests after it do not wait
+        for it. A later optimizer step may lack a gradient, and fails. ``kind`` is the kind of the
+        request, "" if unknown."""
         kind = kind or REFUSED
         name = f"{model}:{seq}"
         if not 1 <= seq < 1 << 31 or self.store.request(name) is not None:
@@ -395,8 +400,12 @@ class TrainingService:
             self._rebuild_if_room(owner, model)
 
     def _check_pending(self, owner: str, nbytes: int, times: int) -> None:
-        """Raise Refusal (429) if another request of ``nbytes`` exceeds ``times`` the allowed number
-        of pending requests or bytes of the owner, or bytes of all owners together."""
+        """Raise Refusal (429) if another request of ``nbytes`` would exceed a limit on pending
+        requests.
+
+        The limits are on the number of the owner's requests, the owner's bytes, and the bytes of
+        all owners together. ``times`` multiplies the limits.
+        """
         options = self.options
         count, own_bytes = self._pending.get(owner, (0, 0))
         total_bytes = sum(each for _, each in self._pending.values())
@@ -419,8 +428,8 @@ class TrainingService:
             )
 
     def check_saving(self, owner: str, kind: str) -> None:
-        """Raise Refusal if another checkpoint of ``kind`` exceeds the quota of the owner (400) or
-        leaves too little disk space (507). Running saves count with their estimated size."""
+        """Raise Refusal if another checkpoint of ``kind`` would exceed the owner's quota (400) or
+        leave too little disk space (507). Saves in progress count with their estimated size."""
         saving = [(owner, self._estimate_bytes(kind))]
         for job in self._jobs.values():
             if isinstance(job.work, Save) and job.request is not None:
@@ -433,9 +442,9 @@ class TrainingService:
         self.check_disk(sum(size for _, size in saving))
 
     def _estimate_bytes(self, kind: str) -> int:
-        """Return the estimated bytes of a checkpoint before it is saved. A whole model is as large
-        as the base, and three times as large with its optimizer moments. Adapters are small and
-        count as 0 until they are saved."""
+        """Return the estimated size in bytes of a checkpoint that has not been saved yet. A whole
+        model is as large as the base model, and three times as large with its optimizer moments.
+        Adapters are small and count as 0 until they are saved."""
         base = 0 if self.ready is None else self.ready.nbytes
         if self.options.full_weights:
             return base * (3 if kind == "training" else 1)
@@ -443,7 +452,7 @@ class TrainingService:
 
     def check_disk(self, nbytes: int = 0) -> None:
         """Raise Refusal (507) if less than ``min_free_gib`` would be free after writing ``nbytes``.
-        The reserve is for the requests that were accepted."""
+        The reserve is for requests that have already been accepted."""
         free = (shutil.disk_usage(self.root).free - nbytes) / 2**30
         min_free_gib = self.options.min_free_gib
         if free < min_free_gib:
@@ -487,7 +496,7 @@ class TrainingService:
         return request
 
     def cancel(self, owner: str, name: str) -> None:
-        """Cancel a pending ``sample`` request; other requests run on."""
+        """Cancel a pending ``sample`` request. Requests of other kinds are not cancelled."""
         request = self._find_request(owner, name)
         if request.kind != "sample" or request.state != WAITING:
             return
@@ -506,8 +515,8 @@ class TrainingService:
 
     def _dispatch_ready(self, model: str) -> None:
         """Dispatch the queued requests of a model up to the first missing one. A request with a
-        checkpoint path waits until the requests before it have ended, since they may save or delete
-        the checkpoint."""
+        checkpoint path waits until the requests before it have ended, because they may save or
+        delete the checkpoint."""
         while (
             model in self._loaded
             and (first := self._queued[model].get(self._next_seq[model])) is not None
@@ -519,8 +528,8 @@ class TrainingService:
             self._dispatch(first)
 
     def _rebuild(self, model: str) -> None:
-        """Load a model into the compute process: its saved state, if any, then the requests after
-        it. Requests that have ended already are replayed for their effect on the model; their
+        """Load a model into the compute process: first its saved state, if any, then the requests
+        after it. Requests that have already ended are replayed for their effect on the model; their
         results do not change."""
         if model in self._loaded:
             return
@@ -552,10 +561,10 @@ class TrainingService:
         return _QueueState(first_missing, has_pending, is_blocked)
 
     def _dispatch(self, request: RequestRow) -> None:
-        """Send a request to the compute process. A request that has ended is replayed for its
-        effect on the model. If it failed, the effect is that of the failure: an optimizer step
-        dropped the gradients, a backward pass makes the next step fail, and other requests changed
-        nothing."""
+        """Send a request to the compute process. A request that has already ended is replayed for
+        its effect on the model. If it had failed, the effect is that of the failure: an optimizer
+        step dropped the gradients, a backward pass makes the next step fail, and other requests
+        changed nothing."""
         is_replay = request.state != WAITING
         if is_replay and request.kind not in (*CHANGING, REFUSED):
             return
@@ -587,8 +596,8 @@ class TrainingService:
         self._process.send(Job(self._last_job, work, redo), body)
 
     def _build_work(self, request: RequestRow, is_replay: bool) -> tuple[Work, bytes]:
-        """Return the work of a request for the compute process, and its body. Raises Refusal if a
-        checkpoint that it names is gone or exists already, or may not be saved."""
+        """Return the work of a request for the compute process, and its body. Raises Refusal if the
+        request's checkpoint is gone, already exists, or may not be saved."""
         kind = request.kind
         model = request.target
         if kind == "sample":
@@ -641,8 +650,8 @@ class TrainingService:
         return Sample(sampler.folder), request.body
 
     def _choose_keep(self, model: str, seq: int) -> str:
-        """Return the folder into which the state after this request is saved; "" if the last state
-        is younger than ``state_every_s``, or there is too little disk space."""
+        """Return the folder into which the state after this request is saved; "" if the last saved
+        state is younger than ``state_every_s``, or if there is too little disk space."""
         now = process_clock.now()
         if now - self._state_saved_at.get(model, -1e9) < self.options.state_every_s:
             return ""
@@ -698,8 +707,8 @@ class TrainingService:
         )
 
     def _register_files(self, request: RequestRow, job: _RunningJob, done: Done) -> list[Path]:
-        """Record the files that a job has saved; return the folders that are obsolete then. Of the
-        saved states the last two are kept: after a power failure the store may still reference the
+        """Record the files that a job has saved; return the folders that are now obsolete. The last
+        two saved states are kept, because after a power failure the store may still reference the
         older one."""
         work = job.work
         model = request.target
@@ -740,8 +749,8 @@ class TrainingService:
         return []
 
     def _retire(self, model: str) -> Path:
-        """Mark a model as unloaded for good and fail its pending requests. Return the folder of its
-        saved states, which the caller deletes. Checkpoints stay."""
+        """Mark a model as permanently unloaded and fail its pending requests. Returns the folder of
+        its saved states, which the caller deletes. Checkpoints are kept."""
         self._discard_jobs(model)
         self._fail_pending(model, NEVER_CAME, is_client_error=True)
         self.store.drop_bodies(model)
@@ -752,8 +761,8 @@ class TrainingService:
         return self._state_folder(model, 0).parent
 
     def _on_rebuild_failed(self, model: str, why: str) -> None:
-        """Retry the rebuild of a model once; after a second failure fail its pending requests,
-        which would run with the wrong weights."""
+        """Retry the rebuild of a model once. After a second failure, fail its pending requests,
+        because they would run with the wrong weights."""
         _log.error("model %s is not rebuilt: %s", model, why)
         self._discard_jobs(model)
         self._unload(model)
@@ -797,8 +806,9 @@ class TrainingService:
     # ---- housekeeping
 
     def _make_room(self, owner: str) -> None:
-        """Unload the least recently used idle model of the owner, and of all owners, where the
-        limit of loaded models is reached. Raises Refusal (429) if no model is idle."""
+        """If a limit on loaded models is reached, unload the least recently used idle model: of
+        this owner for the owner's limit, of any owner for the total limit. Raises Refusal (429) if
+        no model is idle."""
         options = self.options
         for whose, limit in ((owner, options.max_adapters_per_key), (None, options.max_adapters)):
             rows = [row for row in self._loaded_models() if whose in (None, row.owner)]
@@ -813,7 +823,8 @@ class TrainingService:
             self._unload(min(idle, key=lambda row: row.used).id)
 
     def _rebuild_if_room(self, owner: str, model: str) -> None:
-        """Rebuild a model unless all loaded ones are busy; ``close_gaps`` tries again later."""
+        """Rebuild a model, unless there is no room because all loaded models are busy;
+        ``close_gaps`` tries again later."""
         with contextlib.suppress(Refusal):
             self._make_room(owner)
             self._rebuild(model)
@@ -821,7 +832,7 @@ class TrainingService:
     def unload_lapsed(self) -> None:
         """Unload idle models whose session has finished or had no heartbeat for
         ``session_lapses_s``, and fail their pending requests, which wait for a request that never
-        came."""
+        arrived."""
         for model in dict.fromkeys((*self._loaded, *self.store.models_with_pending())):
             row = self.store.model(model)
             if row is None or self._has_jobs(model):
@@ -837,10 +848,12 @@ class TrainingService:
                     self._unload(model)
 
     def close_gaps(self) -> None:
-        """Give up missing requests for which others have waited ``GAP_TIMEOUT_CLEANS`` clean-ups:
-        the missing number counts as refused, and the requests behind it run (an optimizer step
-        among them fails). Also rebuild models that have pending requests but found no room in
-        memory."""
+        """Stop waiting for a missing request once others have been blocked by it for
+        ``GAP_TIMEOUT_CLEANS`` clean-ups. The missing number then counts as refused, and the
+        requests behind it run (except an optimizer step among them, which fails).
+
+        Also rebuild models that have pending requests but found no room in memory before.
+        """
         gaps: dict[str, tuple[int, int]] = {}
         for model in self.store.models_with_pending():
             row = self.store.model(model)
@@ -873,9 +886,9 @@ class TrainingService:
         return [row for model in self._loaded if (row := self.store.model(model)) is not None]
 
     def _has_jobs(self, model: str) -> bool:
-        """Whether the compute process has jobs of a model. Queued requests that wait for a missing
-        one do not count: they are in the store, and the missing one may never come, so the model
-        may be unloaded."""
+        """Return whether the compute process has jobs of a model. Queued requests that wait for a
+        missing one do not count: they are in the store, and the missing one may never arrive, so
+        the model may be unloaded."""
         return any(job.model == model for job in self._jobs.values())
 
     def _unload(self, model: str) -> None:

@@ -36,7 +36,7 @@ create table if not exists requests (id text primary key, owner text not null, k
 create index if not exists of_target on requests (target, seq);
 create index if not exists of_state on requests (state);
 """
-"""Tables of the current ``FORMAT``."""
+"""SQL that creates the tables of the current ``FORMAT``."""
 FORMAT = "2"
 """Version of the schema."""
 WAITING = 0
@@ -46,7 +46,7 @@ FINISHED = 1
 FAILED = 2
 """State of a request that failed."""
 CHANGING = ("create_model", "forward_backward", "optim_step", "load_weights")
-"""Kinds of requests that change a model. They are replayed to rebuild a model that was lost."""
+"""Kinds of requests that change a model. They are replayed to rebuild a lost model."""
 
 
 @dataclass(frozen=True)
@@ -56,76 +56,77 @@ class RequestRow:
     id: str
     """Id of the request, ``<target>:<seq>``; also the id of its future."""
     owner: str
-    """Digest of the API key of its client."""
+    """Digest of the client's API key."""
     kind: str
     """Kind of request, such as ``optim_step``."""
     target: str
-    """Id of its model or sampler."""
+    """Id of the model or sampler that the request is for."""
     seq: int
     """Sequence number among the requests of ``target``."""
     body: bytes
-    """Body of the request; empty once it is not needed any more."""
+    """Body of the request; empty once it is no longer needed."""
     state: int
     """``WAITING``, ``FINISHED`` or ``FAILED``."""
     result: bytes
-    """Body of the response, if its kind has one."""
+    """Body of the response, if this kind of request has one."""
     error: str
-    """Why the request failed; "" if it did not."""
+    """Error message; "" if the request did not fail."""
     is_client_error: bool
-    """Whether the client caused the error."""
+    """Whether the client is responsible for the error."""
     info: Mapping[str, Any]
     """Version and digest of the weights that computed the result, metrics, and details that depend
-    on the kind."""
+    on the kind of request."""
 
 
 @dataclass(frozen=True)
 class ModelRow:
-    """The model of a training client. Times are seconds since the epoch."""
+    """A training client's model. Times are seconds since the epoch."""
 
     id: str
     """Id of the model, ``<session>:train:<number>``."""
     owner: str
-    """Digest of the API key of its client."""
+    """Digest of the client's API key."""
     session: str
     """Id of its session."""
     created: float
-    """When it was created."""
+    """Time of its creation."""
     used: float
-    """When its last request came."""
+    """Time of its last request."""
     options: Mapping[str, Any]
-    """Options of its creation: base model, rank, seed, which layers get adapters, metadata."""
+    """Options given at its creation: base model, rank, seed, which layers get adapters,
+    metadata."""
     state_seq: int
-    """Sequence number of the last request that its saved state contains; -1: no state was saved."""
+    """Sequence number of the last request included in its saved state; -1 if no state was saved."""
     unloaded: bool
-    """Whether it was deleted for good."""
+    """Whether it was permanently unloaded."""
 
 
 @dataclass(frozen=True)
 class SamplerRow:
-    """A sampling client."""
+    """A sampler, the sampling client's counterpart on the server."""
 
     id: str
     """Id of the sampler, ``<session>:sample:<number>``."""
     owner: str
-    """Digest of the API key of its client."""
+    """Digest of the client's API key."""
     session: str
     """Id of its session."""
     folder: str
-    """Folder of its weights; "": the base model."""
+    """Folder of the sampler's weights; "" for the base model."""
     path: str
-    """The client's ``tinker://`` path of its weights; "": the base model."""
+    """The client's ``tinker://`` path of the weights; "" for the base model."""
     created: float
-    """When it was created, in seconds since the epoch."""
+    """Time of its creation, in seconds since the epoch."""
 
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """Saved weights. Times are seconds since the epoch."""
+    """A checkpoint of saved weights. Times are seconds since the epoch."""
 
     path: str
     """The client's ``tinker://`` path."""
     owner: str
-    """Digest of the API key of its client."""
+    """Digest of the client's API key."""
     model: str
     """Id of the model that saved it."""
     kind: str
@@ -133,18 +134,18 @@ class CheckpointRow:
     name: str
     """Name from the client, or a generated one for an ephemeral checkpoint."""
     created: float
-    """When it was saved."""
+    """Time at which it was saved."""
     expires: float | None
-    """When it expires; None: never."""
+    """Time of expiry; None: never."""
     info: Mapping[str, Any]
     """Folder, size in bytes, LoRA options, version and digest of the weights, metadata, and whether
     it is ephemeral."""
 
 
 class TrainingStore:
-    """The file ``server.sqlite`` of a folder, open for one server at a time. All methods must be
-    called on one thread. Raises ValueError if the file has another format, or another server uses
-    the folder."""
+    """Store in the file ``server.sqlite`` of a folder, open for one server at a time. All methods
+    must be called on one thread. Raises ValueError if the file has another format, or another
+    server uses the folder."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -175,9 +176,9 @@ class TrainingStore:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Run the writes of the body as one durable transaction, which survives a power failure.
-        Single writes outside of a transaction, such as heartbeats, become durable with the next
-        one."""
+        """Context manager that makes the writes in its block one durable transaction, which
+        survives a power failure. Single writes outside a transaction, such as heartbeats, become
+        durable with the next one."""
         self._base.execute("pragma synchronous=full")
         try:
             self._base.execute("begin immediate")
@@ -193,7 +194,7 @@ class TrainingStore:
             self._base.execute("pragma synchronous=normal")
 
     def get_or_set(self, name: str, value: str) -> str:
-        """Return the stored value of a name; store ``value`` if there is none."""
+        """Return the value stored under a name; if there is none, store and return ``value``."""
         self._base.execute("insert or ignore into meta values (?, ?)", (name, value))
         return str(self._base.execute("select value from meta where name=?", (name,)).fetchone()[0])
 
@@ -207,22 +208,22 @@ class TrainingStore:
         )
 
     def session(self, id: str) -> tuple[str, float, bool, dict[str, Any]] | None:
-        """Return of a session the owner, the time of the last heartbeat (seconds since the epoch),
-        whether it was finished, and its info; None if there is no such session."""
+        """Return a session's owner, the time of its last heartbeat (seconds since the epoch),
+        whether it has finished, and its info; None if there is no such session."""
         row = self._base.execute(
             "select owner, seen, finished, info from sessions where id=?", (id,)
         ).fetchone()
         return None if row is None else (row[0], row[1], bool(row[2]), json.loads(row[3]))
 
     def sessions(self, owner: str) -> list[str]:
-        """Return the sessions of an owner, the newest first."""
+        """Return the ids of an owner's sessions, the newest first."""
         rows = self._base.execute(
             "select id from sessions where owner=? order by created desc", (owner,)
         )
         return [row[0] for row in rows]
 
     def touch_session(self, id: str, *, finished: bool = False) -> None:
-        """Record a heartbeat of a session, or that it was finished."""
+        """Record a heartbeat of a session, or with ``finished`` that it has finished."""
         self._base.execute(
             "update sessions set seen=?, finished=max(finished, ?) where id=?",
             (time.time(), finished, id),
@@ -244,7 +245,7 @@ class TrainingStore:
         return rows[0] if rows else None
 
     def models(self, owner: str | None = None) -> list[ModelRow]:
-        """Return the models of an owner (None: of all owners), the newest first."""
+        """Return an owner's models (None: those of all owners), the newest first."""
         return (
             self._select_models("1=1", ())
             if owner is None
@@ -261,7 +262,7 @@ class TrainingStore:
         ]
 
     def find_unused_models(self, before: float) -> list[str]:
-        """Return the ids of the models that were last used before that time and are not
+        """Return the ids of the models that were last used before the time ``before`` and are not
         unloaded."""
         return [
             row[0]
@@ -271,7 +272,7 @@ class TrainingStore:
         ]
 
     def update_model(self, id: str, **fields: Any) -> None:
-        """Set some of ``used``, ``state_seq`` and ``unloaded``."""
+        """Set any of the columns ``used``, ``state_seq`` and ``unloaded``."""
         assert fields.keys() <= {"used", "state_seq", "unloaded"}, fields
         assignments = ", ".join(f"{name}=?" for name in fields)
         self._base.execute(f"update models set {assignments} where id=?", (*fields.values(), id))
@@ -296,15 +297,15 @@ class TrainingStore:
         return [SamplerRow(*row[:6]) for row in rows]
 
     def next_client_number(self, sampler: str) -> int:
-        """Return an unused number for another client of a sampler. The client that created it has
-        0."""
+        """Return an unused client number for a further client of a sampler. The client that created
+        the sampler has number 0."""
         self._base.execute("update samplers set clones=clones+1 where id=?", (sampler,))
         return int(
             self._base.execute("select clones from samplers where id=?", (sampler,)).fetchone()[0]
         )
 
     def put_checkpoint(self, row: CheckpointRow) -> None:
-        """Add a checkpoint, or replace the one of the same path."""
+        """Add a checkpoint, or replace the one with the same path."""
         values = (
             *(
                 getattr(row, name)
@@ -319,7 +320,7 @@ class TrainingStore:
     def checkpoints(
         self, *, owner: str | None = None, model: str | None = None
     ) -> list[CheckpointRow]:
-        """Return the checkpoints of an owner, a model, or all, the newest first."""
+        """Return checkpoints, the newest first: those of an owner, those of a model, or all."""
         rows = self._base.execute(
             "select * from checkpoints where (?1 is null or owner=?1) and (?2 is null or model=?2) "
             "order by created desc",
@@ -328,12 +329,12 @@ class TrainingStore:
         return [_parse_checkpoint(*row) for row in rows]
 
     def checkpoint(self, path: str) -> CheckpointRow | None:
-        """Return the checkpoint of a ``tinker://`` path; None if there is none."""
+        """Return the checkpoint with a ``tinker://`` path; None if there is none."""
         row = self._base.execute("select * from checkpoints where path=?", (path,)).fetchone()
         return None if row is None else _parse_checkpoint(*row)
 
     def saved_bytes(self, owner: str) -> int:
-        """Return the total bytes of the checkpoints of an owner."""
+        """Return the total size in bytes of an owner's checkpoints."""
         row = self._base.execute(
             "select coalesce(sum(json_extract(info, '$.size_bytes')), 0) from checkpoints where "
             "owner=?",
@@ -342,7 +343,7 @@ class TrainingStore:
         return int(row[0])
 
     def delete_checkpoint(self, path: str) -> None:
-        """Delete the row of a checkpoint; its folder stays."""
+        """Delete a checkpoint's row; its folder is kept."""
         self._base.execute("delete from checkpoints where path=?", (path,))
 
     # ---- requests
@@ -363,8 +364,8 @@ class TrainingStore:
         return rows[0] if rows else None
 
     def pending(self, target: str | None = None) -> list[RequestRow]:
-        """Return the pending requests of a target (None: of all), ordered by target and sequence
-        number."""
+        """Return a target's pending requests (None: all pending requests), ordered by target and
+        sequence number."""
         return self._select_requests("state=0 and (?1 is null or target=?1)", (target,))
 
     def models_with_pending(self) -> list[str]:
@@ -375,12 +376,12 @@ class TrainingStore:
         return [row[0] for row in rows]
 
     def history(self, model: str, after: int) -> list[RequestRow]:
-        """Return the requests of a model after a sequence number, in their order."""
+        """Return a model's requests after the sequence number ``after``, in order."""
         return self._select_requests("target=? and seq>?", (model, after))
 
     def request_states(self, model: str, after: int) -> list[tuple[int, int]]:
-        """Return sequence number and state of the requests of a model after a sequence number, in
-        their order."""
+        """Return the sequence number and state of a model's requests after the sequence number
+        ``after``, in order."""
         cursor = self._base.execute(
             "select seq, state from requests where target=? and seq>? order by seq", (model, after)
         )
@@ -427,9 +428,9 @@ class TrainingStore:
         is_client_error: bool = False,
         info: Mapping[str, Any],
     ) -> None:
-        """Store the result or the error of a pending request; one that has ended already is not
-        changed. The body is kept for the kinds that change a model, which may have to be
-        replayed."""
+        """Store the result or the error of a pending request. A request that has already ended is
+        not changed. The body is kept for the kinds of requests that change a model, because they
+        may have to be replayed."""
         state = FAILED if error else FINISHED
         marks = ",".join("?" * len(CHANGING))
         self._base.execute(
@@ -445,8 +446,8 @@ class TrainingStore:
         )
 
     def drop_bodies(self, target: str, upto: int | None = None) -> None:
-        """Delete the bodies of the requests of a target up to a sequence number, whose effects are
-        in a saved state; None: of all its requests."""
+        """Delete the bodies of a target's requests up to the sequence number ``upto``, because
+        their effects are in a saved state; None: of all its requests."""
         self._base.execute(
             "update requests set body=null where target=?1 and (?2 is null or seq<=?2) and body is "
             "not null",
@@ -454,9 +455,9 @@ class TrainingStore:
         )
 
     def drop_results(self, *, fetched_before: float, finished_before: float) -> int:
-        """Delete the results of requests that were fetched, or have ended, before these times
-        (seconds since the epoch); return the number of deleted results. The requests stay, because
-        their sequence numbers stay taken."""
+        """Delete the results of requests that were fetched before ``fetched_before`` or ended
+        before ``finished_before`` (seconds since the epoch); return the number of deleted results.
+        The requests themselves are kept, because their sequence numbers remain in use."""
         cursor = self._base.execute(
             "update requests set result=null, info=json_set(info, '$.gone', 1) where state>0 and "
             "result is not null "

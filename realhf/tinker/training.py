@@ -1,9 +1,10 @@
-"""Training of several models over one base model. Each model is an engine of its own that shares
-the base's tensors.
+"""Training of several models over one base model. Each model is a separate engine that shares the
+base model's tensors.
 
-A model with adapters copies the modules of the base but not its tensors, so it costs the memory of
-the adapters, their gradients and their optimizer moments. If all weights train, the tensors are
-copied too. Passes and steps use the same engine as a training run and compute the same values.
+A model with adapters copies the modules of the base model but not its tensors, so it costs the
+memory of the adapters, their gradients and their optimizer moments. If all weights train, the
+tensors are copied too. Passes and steps use the same engine as a training run and compute the same
+values.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from realhf.tinker.losses import ClientLoss, find_loss
 from realhf.tinker.wire import BadRequest, Datum, Pass, serialize_pass_result
 
 ALPHA = 32.0
-"""LoRA alpha: the output of an adapter is scaled by alpha / rank. The hosted service documents this
-value."""
+"""LoRA alpha: the output of an adapter is scaled by alpha / rank. This is the value that the hosted
+service documents."""
 TRAINING_COPIES = 5
-"""Memory of training in copies of the trained weights: weights, two optimizer moments, gradients,
-and the backup of the gradients that is restored if a further pass fails."""
+"""Memory needed for training, in copies of the trained weights: weights, two optimizer moments,
+gradients, and a backup of the gradients that is restored if a further pass fails."""
 LEAST_EPS = 1e-16
-"""Smallest epsilon of AdamW, see ``_parse_adam_params``."""
+"""Minimum epsilon of AdamW, see ``_parse_adam_params``."""
 LARGEST_RATE = 1e3
-"""Largest learning rate, see ``_parse_adam_params``."""
+"""Maximum learning rate, see ``_parse_adam_params``."""
 OUTPUTS = ("logprobs", "elementwise_loss")
-"""Outputs of a pass for each target, by their names in the client's documentation."""
+"""Outputs of a pass per target, by their names in the client's documentation."""
 
 
 def copy_sharing_tensors(model: Any) -> Any:
@@ -63,9 +64,9 @@ def save_all_weights(model: Any, folder: Path) -> None:
 
 
 def load_all_weights(model: Any, folder: Path) -> None:
-    """Load all weights of a model, from the output of ``save_all_weights`` or an engine checkpoint.
-    Raises FileNotFoundError if the folder is gone, BadRequest if the weights were exported for
-    download, ValueError if they belong to another model."""
+    """Load all weights of a model from the output of ``save_all_weights`` or from an engine
+    checkpoint. Raises FileNotFoundError if the folder is gone, BadRequest if the weights were
+    exported for download, ValueError if they belong to another model."""
     if not folder.is_dir():
         raise FileNotFoundError(f"the weights of {folder.name} are no longer kept here")
     if not is_checkpoint(folder):
@@ -83,8 +84,8 @@ def _all_weights(model: Any) -> dict[str, Tensor]:
 
 
 def find_adapter_targets(model: Any, *, mlp: bool, attention: bool, unembedding: bool) -> list[str]:
-    """Return the names of the linear layers that get adapters. Raises BadRequest if there are
-    none."""
+    """Return the names of the linear layers that get adapters. Raises BadRequest if no layer
+    does."""
     attention_layers = {
         name for name in linear_layers(model) if "attn" in name or "attention" in name
     }
@@ -99,12 +100,12 @@ def find_adapter_targets(model: Any, *, mlp: bool, attention: bool, unembedding:
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """The adapters that a client requested."""
+    """Description of the adapters that a client requested."""
 
     rank: int
     """Rank of the adapters."""
     seed: int
-    """Seed of their initial weights."""
+    """Seed of the adapters' initial weights."""
     mlp: bool = True
     """Whether MLP layers get adapters."""
     attention: bool = True
@@ -125,14 +126,14 @@ class WeightsId:
     """Identity of the weights that computed a response."""
 
     version: int
-    """Number of optimizer steps behind the weights; -1 if unknown."""
+    """Number of optimizer steps that led to the weights; -1 if unknown."""
     digest: str
     """Digest of the trained tensors."""
 
 
 class TrainedModel:
-    """The model of one training client: adapters on ``base`` (a frozen transformers model), or with
-    ``options.full_weights`` a trainable copy of ``base``. ``threads`` are the compute threads."""
+    """Model of one training client: adapters on ``base`` (a frozen transformers model) or, with
+    ``options.full_weights``, a trainable copy of ``base``. ``threads`` are the compute threads."""
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class TrainedModel:
         self._digester = TensorDigester()
         self._weights_id: WeightsId | None = None  # cached until the weights change
         self.missing = ""
-        """Why a gradient that belongs to the next step is missing; "" if none is."""
+        """Reason why a gradient that belongs in the next step is missing; "" if none is."""
 
     @property
     def weights_id(self) -> WeightsId:
@@ -177,10 +178,12 @@ class TrainedModel:
         return self._engine.weights() if adapters is None else adapters.tensors()
 
     def run(self, request: Pass) -> bytes:
-        """Run the forward pass of a request, and the backward pass unless it is ``forward_only``,
-        which adds to the accumulated gradients. Return the body of the response. Raises BadRequest
-        if the loss is unknown or does not fit the data, FloatingPointError if the loss or its
-        gradient is not finite; the accumulated gradients are unchanged then."""
+        """Run the forward pass of a request and, unless it is ``forward_only``, the backward pass,
+        which adds to the accumulated gradients. Return the body of the response.
+
+        Raises BadRequest if the loss is unknown or does not fit the data, FloatingPointError if the
+        loss or its gradient is not finite; the accumulated gradients are then unchanged.
+        """
         try:
             loss, settings = find_loss(request.loss, request.config)
         except ValueError as error:
@@ -202,10 +205,13 @@ class TrainedModel:
         return serialize_pass_result(batch.split(outputs), metrics)
 
     def update(self, params: Mapping[str, float]) -> dict[str, float]:
-        """Run an AdamW step with the accumulated gradients; return its metrics. Raises BadRequest
-        if a parameter is out of range or a backward pass since the last step failed, and
-        FloatingPointError if the gradient is not finite (the weights are unchanged then) or the
-        step made weights non-finite. The accumulated gradients are dropped in any case."""
+        """Run an AdamW step with the accumulated gradients; return its metrics.
+
+        Raises BadRequest if a parameter is out of range or a backward pass since the last step
+        failed, and FloatingPointError if the gradient is not finite (the weights are then
+        unchanged) or the step made weights non-finite. The accumulated gradients are dropped in any
+        case.
+        """
         try:
             if self.missing:
                 raise BadRequest(
@@ -234,13 +240,13 @@ class TrainedModel:
         }
 
     def drop(self) -> None:
-        """Drop the accumulated gradients."""
+        """Drop the accumulated gradients, and forget that a gradient is missing."""
         self.missing = ""
         self._engine.forget_gradients()
 
     def save(self, folder: Path, *, moments: bool) -> None:
-        """Save the adapters in peft's format, or all weights. With ``moments`` save an engine
-        checkpoint, which has the optimizer state as well."""
+        """Save the adapters in peft's format, or all weights. With ``moments``, save an engine
+        checkpoint instead, which also has the optimizer state."""
         if moments:
             self._engine.save_checkpoint(folder)
         elif self._engine.adapters is not None:
@@ -256,8 +262,8 @@ class TrainedModel:
 
     def load(self, folder: Path, *, moments: bool) -> None:
         """Load the output of ``save``. Without ``moments`` the optimizer state is reset.
-        Accumulated gradients are dropped. Raises FileNotFoundError, or ValueError that names the
-        difference, if the weights do not fit."""
+        Accumulated gradients are dropped. Raises FileNotFoundError, or ValueError naming the
+        difference if the weights do not fit."""
         self._weights_id = None
         if moments:
             self._engine.load_checkpoint(folder)
@@ -270,13 +276,14 @@ class TrainedModel:
         self.drop()
 
     def nbytes(self) -> int:
-        """Return the bytes that training this model takes in addition to the base model."""
+        """Return the memory in bytes that training this model takes in addition to the base
+        model."""
         return TRAINING_COPIES * sum(tensor.nbytes for tensor in self._trained_tensors().values())
 
 
 def _parse_adam_params(params: Mapping[str, float]) -> OptimizerConfig:
     """Return the optimizer options of a step: the defaults, overridden by ``params``. Raises
-    BadRequest, which names the parameter that is out of range."""
+    BadRequest naming the parameter that is out of range."""
     values = {
         "learning_rate": 1e-4,
         "beta1": 0.9,
@@ -325,14 +332,14 @@ _INPUT = "input/"
 
 
 class PackedBatch:
-    """The data of a request as a ``SequenceSample``: one packed sequence for each datum, with
-    targets and loss inputs as keys. Raises BadRequest if a datum lacks an input of the loss, or has
-    an unknown one."""
+    """The data of a request as a ``SequenceSample``: one packed sequence per datum, with targets
+    and loss inputs as keys. Raises BadRequest if a datum lacks an input of the loss, or has an
+    unknown one."""
 
     sample: SequenceSample
     """The packed data."""
     width: int
-    """Maximum number of targets of a position."""
+    """Maximum number of targets per position."""
     columns: list[str]
     """Names of the output columns: each of ``OUTPUTS`` for each of the ``width`` targets."""
 
@@ -386,8 +393,8 @@ class PackedBatch:
     def loss(
         self, outputs: ForwardOutputs, sample: SequenceSample
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return the summed loss of a micro-batch, and keep the output ``columns``. A
-        ``LossFn``."""
+        """Return the summed loss of a micro-batch, and keep the output ``columns`` (a
+        ``LossFn``)."""
         logprobs, losses = self._compute(outputs, sample)
         for name, values in zip(
             self.columns, (*logprobs.unbind(1), *losses.unbind(1)), strict=True
@@ -396,7 +403,7 @@ class PackedBatch:
         return losses.sum(), {}
 
     def forward(self, engine: TorchEngine, spec: MicroBatchSpec) -> tuple[float, dict[str, Tensor]]:
-        """Run the forward pass alone. Return the summed loss, and the output ``columns``, f32
+        """Run only the forward pass. Return the summed loss, and the output ``columns``, f32
         (positions,) each."""
         total = 0.0
         values = torch.zeros(sum(self._lengths), len(self.columns))
@@ -425,8 +432,8 @@ class PackedBatch:
         return logprobs, self._loss.compute(logprobs[:, 0], flat, sequence, self._settings)[:, None]
 
     def split(self, columns: Mapping[str, Tensor]) -> list[dict[str, np.ndarray]]:
-        """Split the output columns into the outputs of each datum, by the names of ``OUTPUTS``,
-        each in the shape of the datum's targets."""
+        """Split the output columns by datum. The result has, for each datum, its outputs by their
+        names in ``OUTPUTS``, in the shape of the datum's targets."""
         ends = np.cumsum(self._lengths)[:-1]
         outputs: list[dict[str, np.ndarray]] = [{} for _ in self._lengths]
         for name in OUTPUTS:
@@ -437,7 +444,7 @@ class PackedBatch:
 
 
 def _find_input_names(data: Sequence[Datum], loss: ClientLoss) -> list[str]:
-    """Return the sorted names of the loss inputs, which all data must have in common. Raises
+    """Return the sorted names of the loss inputs, which must be the same for all data. Raises
     BadRequest."""
     names = set(data[0].inputs)
     for number, datum in enumerate(data):

@@ -21,15 +21,15 @@ from realhf.tinker.wire import types
 from realhf.web.refusal import Refusal
 
 _URL_TTL_S = 3600
-"""How long a download URL is valid, in seconds."""
+"""Seconds that a download URL is valid."""
 _EPHEMERAL = "ephemeral-"
-"""Prefix of the names of checkpoints that the client saved without a name."""
+"""Name prefix of checkpoints that the client saved without a name."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-"""Valid names of checkpoints."""
+"""Pattern of valid checkpoint names."""
 
 
 class WeightsRoutes:
-    """The handlers about weights of one service."""
+    """HTTP handlers of one service for requests about weights."""
 
     def __init__(self, handler: RequestHandler) -> None:
         self._handler = handler
@@ -43,7 +43,7 @@ class WeightsRoutes:
         )
 
     async def save_for_sampler(self, request: Request) -> Response:
-        """Save weights for sampling, with a name or as an ephemeral checkpoint of one new
+        """Save weights for sampling, either under a name or as an ephemeral checkpoint for one new
         sampler."""
         parsed = await self._handler.parse(request, types.SaveWeightsForSamplerRequest)
         if parsed.path is not None:
@@ -107,7 +107,7 @@ class WeightsRoutes:
         return self._handler.submit(request, kind, row.id, seq, json.dumps(body).encode())
 
     async def load_weights(self, request: Request) -> Response:
-        """Load a checkpoint into a model, or create a model from it."""
+        """Load a checkpoint into a model, or create a new model from it."""
         parsed = await self._handler.parse(request, types.LoadWeightsRequest)
         if parsed.weights_access_token:
             raise Refusal(400, "weights_access_token is not carried by this server")
@@ -149,7 +149,7 @@ class WeightsRoutes:
         )
 
     async def runs(self, request: Request) -> Response:
-        """List the models of the client, which its API calls training runs."""
+        """List the client's models, which its API calls training runs."""
         rows = self._handler.store.models(request.scope[OWNER])
         offset, limit = _parse_page(request)
         cursor = types.Cursor(offset=offset, limit=limit, total_count=len(rows))
@@ -180,7 +180,7 @@ class WeightsRoutes:
         )
 
     async def checkpoints(self, request: Request) -> Response:
-        """List the checkpoints of a model."""
+        """List a model's checkpoints."""
         row = self._handler.model(request, request.path_params["model"])
         checkpoints = [
             _build_checkpoint(each)
@@ -190,7 +190,7 @@ class WeightsRoutes:
         return json_response(types.CheckpointsListResponse(checkpoints=checkpoints))
 
     async def all_checkpoints(self, request: Request) -> Response:
-        """List the checkpoints of the client."""
+        """List all checkpoints of the client."""
         rows = [
             each
             for each in self._handler.store.checkpoints(owner=request.scope[OWNER])
@@ -202,7 +202,7 @@ class WeightsRoutes:
         return json_response(types.CheckpointsListResponse(checkpoints=checkpoints, cursor=cursor))
 
     def _find_checkpoint(self, request: Request) -> CheckpointRow:
-        """Return the checkpoint that the URL names. Raises Refusal (404)."""
+        """Return the checkpoint named in the URL. Raises Refusal (404)."""
         params = request.path_params
         path = f"tinker://{params['model']}/{params['kind']}/{params['name']}"
         return self._handler.service.checkpoints.find(request.scope[OWNER], path)
@@ -238,7 +238,7 @@ class WeightsRoutes:
         return json_response(types.ExternalWeightsUrlsResponse(urls=urls, expires=expiry))
 
     async def download(self, request: Request) -> Response:
-        """Send the file of a signed URL."""
+        """Send the file that a signed URL refers to."""
         params = request.path_params
         query = request.query_params
         expires = query.get("expires", "")
@@ -254,7 +254,8 @@ class WeightsRoutes:
 
 
 def lora_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the client's fields about the adapters of a model or checkpoint with these options."""
+    """Return the response fields that describe the adapters of a model or checkpoint with these
+    options."""
     return {"is_lora": bool(options["rank"]), "lora_rank": options["rank"] or None}
 
 
@@ -264,7 +265,7 @@ def _check_ttl(ttl: Any) -> None:
 
 
 def _parse_page(request: Request) -> tuple[int, int]:
-    """Return offset and limit of a list request."""
+    """Return the offset and limit of a list request."""
     try:
         offset = int(request.query_params.get("offset", 0))
         limit = int(request.query_params.get("limit", 100))

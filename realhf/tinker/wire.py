@@ -30,18 +30,17 @@ JSON = "application/json"
 TARGETS = "target_tokens"
 """Name of the tensor of target tokens among the loss inputs of a datum."""
 _DTYPES = {pb.DTYPE_FLOAT32: np.dtype(np.float32), pb.DTYPE_INT64: np.dtype(np.int64)}
-"""numpy type of each element type of the client's tensors."""
+"""NumPy type for each element type of the client's tensors."""
 _MAX_TENSORS = 16
-"""Maximum number of loss input tensors of a datum."""
+"""Maximum number of loss input tensors per datum."""
 _MAX_TARGETS = 1024
-"""Maximum number of targets of a position."""
+"""Maximum number of targets per position."""
 _MAX_TARGET_CELLS = 1 << 24
-"""Maximum number of targets of a request, counted after padding: all data are padded to the widest
-one."""
+"""Maximum number of targets in a request after padding, which pads all data to the widest one."""
 
 
 class BadRequest(ValueError):
-    """An invalid request; the message is for the author of the request."""
+    """Error: a request is invalid. The message is for the author of the request."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,9 @@ class Datum:
     tokens: np.ndarray
     """Input tokens, i64 (n,)."""
     targets: np.ndarray
-    """Target tokens of each position, i64 (n,), or (n, K) for K targets a position."""
+    """Target tokens of each position, i64 (n,), or (n, K) for K targets per position."""
     inputs: Mapping[str, np.ndarray]
-    """Loss inputs by name, f32 of the shape of ``targets``."""
+    """Loss inputs by name, f32, with the shape of ``targets``."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Pass:
     model: str
     """Id of the model."""
     seq: int
-    """Sequence number of the request among the requests of the model."""
+    """Sequence number of the request among the model's requests."""
     forward_only: bool
     """Whether the backward pass is skipped."""
     loss: str
@@ -75,7 +74,7 @@ class Pass:
 
 
 def read_head(body: bytes) -> Pass:
-    """Parse a ``forward_backward`` body without its data. Raises BadRequest."""
+    """Parse a ``forward_backward`` body, leaving out its data. Raises BadRequest."""
     descriptor = pb.ForwardBackwardRequest.DESCRIPTOR
     data_field = descriptor.fields_by_name["data"].number
     fields = _FieldScanner(body).fields(0, len(body))
@@ -86,8 +85,8 @@ def read_head(body: bytes) -> Pass:
 
 def read_seq(prefix: bytes) -> tuple[str, int]:
     """Return the model id and sequence number of a ``forward_backward`` body of which only a prefix
-    was read. Only the fields before the data are parsed; a missing field has protobuf's default.
-    Raises BadRequest."""
+    was read. Only the fields before the data are parsed; a missing field has protobuf's default
+    value. Raises BadRequest."""
     data_field = pb.ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"].number
     end = 0
     with suppress(BadRequest):  # the prefix may end within a field
@@ -101,17 +100,17 @@ def read_seq(prefix: bytes) -> tuple[str, int]:
 
 _ID_FIELD = re.compile(rb'"(model_id|seq_id)"\s*:\s*(?:"([^"\\]{1,200})"|(\d{1,10})(?=[\s,}]))')
 _OVERLAP = 512
-"""Bytes of a chunk that are scanned again with the next chunk. No field that the scanner looks for
-is longer."""
+"""Number of bytes at the end of a chunk that are scanned again with the next chunk. No field that
+the scanner looks for is longer."""
 _MAX_MODELS = 8
-"""Maximum number of model ids that the scanner returns: each of them costs a look-up in the
+"""Maximum number of model ids that the scanner returns, because each of them costs a look-up in the
 store."""
 
 
 class SeqScanner:
-    """Searches a JSON body chunk by chunk for the model id and sequence number of its request. It
-    also works on bodies that are not valid JSON, or too large to keep. Quotes within JSON strings
-    are escaped, so only real keys match."""
+    """Scanner that searches a JSON body, chunk by chunk, for the model id and sequence number of
+    its request. It also works on bodies that are not valid JSON, or too large to keep. Quotes
+    within JSON strings are escaped, so only real keys match."""
 
     def __init__(self) -> None:
         self.models: list[str] = []
@@ -133,14 +132,14 @@ class SeqScanner:
 
     @property
     def complete(self) -> bool:
-        """Whether a model id and a sequence number were found."""
+        """Whether both a model id and a sequence number were found."""
         return bool(self.models) and self.seq is not None
 
 
 def read_json_seq(body: bytes) -> tuple[list[str], int | None]:
-    """Return the candidate model ids of a JSON body and its sequence number (None if there is
-    none). Keys of the top level are used if the body can be parsed (NaN and Infinity, which JSON
-    lacks, are accepted), else those that ``SeqScanner`` finds."""
+    """Return the possible model ids of a JSON body and its sequence number (None if it has none).
+    If the body can be parsed (also with NaN and Infinity, which are not valid JSON), its top-level
+    keys are used, otherwise those that ``SeqScanner`` finds."""
     with suppress(ValueError, RecursionError):
         parsed = json.loads(body)
         if isinstance(parsed, dict):
@@ -152,10 +151,12 @@ def read_json_seq(body: bytes) -> tuple[list[str], int | None]:
 
 
 def read_pass(body: bytes, *, vocabulary: int, longest: int) -> Pass:
-    """Parse and validate a whole ``forward_backward`` body. ``vocabulary`` is the number of tokens
-    of the model, ``longest`` its maximum sequence length. Raises BadRequest, which names the datum,
-    for tokens outside of the vocabulary, sequences longer than ``longest``, tensors whose shape
-    differs from that of the targets, and non-finite numbers."""
+    """Parse and validate a whole ``forward_backward`` body.
+
+    ``vocabulary`` is the number of tokens that the model knows, ``longest`` its maximum sequence
+    length. Raises BadRequest, naming the datum, for tokens outside the vocabulary, sequences longer
+    than ``longest``, tensors whose shape differs from that of the targets, and non-finite numbers.
+    """
     _FieldScanner(body).check(pb.ForwardBackwardRequest.DESCRIPTOR)
     message = _parse_message(body)
     head = _parse_head(message)
@@ -179,16 +180,16 @@ def read_pass(body: bytes, *, vocabulary: int, longest: int) -> Pass:
 
 
 _MAX_FIELDS = 1 << 18
-"""Maximum number of fields of a message, at all depths together. An empty submessage takes two
-bytes of the body but about a hundred bytes of memory once it is parsed, so the size of the body
-alone is no limit."""
+"""Maximum number of fields in a message, at all depths together. An empty submessage takes two
+bytes of the body but about a hundred bytes of memory once it is parsed, so limiting the size of the
+body is not enough."""
 _MAX_PACKED_BYTES = 256
-"""Maximum length of a packed numeric field. Large arrays travel as ``bytes`` fields."""
+"""Maximum length in bytes of a packed numeric field. Large arrays are sent as ``bytes`` fields."""
 
 
 class _FieldScanner:
-    """Walks through the fields of a serialized protobuf message without parsing it, and limits
-    their number."""
+    """Scanner that walks through the fields of a serialized protobuf message without parsing it,
+    and limits their number."""
 
     def __init__(self, body: bytes) -> None:
         self._body = body
@@ -214,8 +215,8 @@ class _FieldScanner:
                     raise BadRequest(f"the body's {field.name} has {size} bytes")
 
     def fields(self, offset: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield for each field in ``[offset, end)`` its number, the offset of its tag, and the
-        offsets of the begin and the end of its content. Raises BadRequest."""
+        """Yield, for each field in ``[offset, end)``, its number, the offset of its tag, and the
+        offsets of the start and the end of its content. Raises BadRequest."""
         while offset < end:
             self._fields_left -= 1
             if self._fields_left < 0:
@@ -304,8 +305,8 @@ def _parse_datum(message: Any, vocabulary: int, longest: int) -> Datum:
 
 
 def check_tokens(tokens: np.ndarray, vocabulary: int, longest: int) -> None:
-    """Raise BadRequest if ``tokens`` is empty, has more than ``longest`` tokens, or one outside of
-    the vocabulary."""
+    """Raise BadRequest if ``tokens`` is empty, has more than ``longest`` tokens, or has a token
+    outside the vocabulary."""
     if not len(tokens):
         raise BadRequest("there are no tokens")
     if len(tokens) > longest:
@@ -323,8 +324,8 @@ def _parse_array(raw: bytes, dtype: np.dtype[Any], name: str) -> np.ndarray:
 
 
 def _parse_tensor(message: Any, name: str, rows: int) -> np.ndarray:
-    """Return the tensor ``name`` of a datum of ``rows`` tokens, in the shape that the message
-    states."""
+    """Return the tensor ``name`` of a datum of ``rows`` tokens, in the shape declared in the
+    message."""
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
         raise BadRequest(f"{name} has no element type that is carried: float32 and int64 are")
@@ -372,8 +373,8 @@ def _parse_sparse(csr: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: 
 def serialize_pass_result(
     outputs: Sequence[Mapping[str, np.ndarray]], metrics: Mapping[str, float]
 ) -> bytes:
-    """Serialize a ``ForwardBackwardOutput``. ``outputs`` has one mapping for each datum, from the
-    name of an output to its values for each target, f32 (n,) or (n, K)."""
+    """Serialize a ``ForwardBackwardOutput``. ``outputs`` has one mapping per datum, from the name
+    of an output to its values for each target, f32 (n,) or (n, K)."""
     response = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
     # All data of a record have the same trailing shape, and the order of the data is kept: each run
     # of equally wide data becomes a record.
@@ -399,13 +400,13 @@ def serialize_pass_result(
 
 @dataclass(frozen=True)
 class TopK:
-    """The k most likely tokens of n positions. Positions that were not scored have the client's
-    fill values: token 0 and log-probability -99999."""
+    """The k most likely tokens at each of n positions. Positions that were not scored have the
+    client's fill values: token 0 and log-probability -99999."""
 
     tokens: np.ndarray
     """Token ids, i32 (n, k)."""
     logprobs: np.ndarray
-    """Their log-probabilities, f32 (n, k)."""
+    """Log-probabilities of these tokens, f32 (n, k)."""
 
 
 @dataclass(frozen=True)
@@ -415,11 +416,11 @@ class SampledSequence:
     tokens: Sequence[int]
     """The sampled tokens."""
     logprobs: Sequence[float]
-    """Their log-probabilities."""
+    """Log-probabilities of the sampled tokens."""
     reason: str
-    """Why sampling ended: ``stop`` or ``length``."""
+    """Finish reason, ``stop`` or ``length``."""
     top: TopK | None = None
-    """The most likely tokens of each position, if requested."""
+    """The most likely tokens at each position, if requested."""
 
 
 @dataclass(frozen=True)
@@ -430,7 +431,7 @@ class PromptScores:
     """Log-probabilities of the prompt's tokens, f32 (n,); NaN at positions that were not
     requested."""
     top: TopK | None = None
-    """The most likely tokens of each position."""
+    """The most likely tokens at each position."""
     targets: np.ndarray | None = None
     """Log-probabilities of tokens that the client chose, f32 (n - 1, K)."""
 
@@ -466,15 +467,15 @@ def _fill_top_k(message: Any, top: TopK) -> None:
 
 
 _MAX_VALUES = 1 << 20
-"""Maximum number of values of a JSON body: pydantic builds an error of hundreds of bytes for each
-invalid value."""
+"""Maximum number of values in a JSON body, because pydantic builds an error of hundreds of bytes
+for each invalid value."""
 _MAX_ERRORS = 100
-"""Above this number of validation errors the message does not name a field."""
+"""Number of validation errors above which the error message does not name a field."""
 
 
 def read_json(kind: Any, body: bytes) -> Any:
-    """Parse a JSON body as ``kind``, one of the client's request types. Raises BadRequest, which
-    names the first invalid field, or says that the body has too many values."""
+    """Parse a JSON body as ``kind``, one of the client's request types. Raises BadRequest naming
+    the first invalid field, or stating that the body has too many values."""
     if body.count(b",") > _MAX_VALUES:
         raise BadRequest(f"the body has more than {_MAX_VALUES} values")
     try:
@@ -489,8 +490,8 @@ def read_json(kind: Any, body: bytes) -> Any:
 
 
 def prompt_tokens(prompt: Any) -> np.ndarray:
-    """Return the tokens of a ``ModelInput``, i64 (n,). Raises BadRequest for chunks that are not
-    tokens."""
+    """Return the tokens of a ``ModelInput``, i64 (n,). Raises BadRequest for chunks that do not
+    contain tokens."""
     if not all(isinstance(chunk, types.EncodedTextChunk) for chunk in prompt.chunks):
         raise BadRequest("the prompt has a chunk that is no text; this server takes tokens only")
     return np.fromiter((token for chunk in prompt.chunks for token in chunk.tokens), dtype=np.int64)

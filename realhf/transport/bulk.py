@@ -1,4 +1,4 @@
-"""Bulk transfer of large values in pieces, over several connections of their own.
+"""Bulk transfer of large values in pieces, over separate connections.
 
 The consumer sends requests of fixed size (``REQUEST``). Each answer is an ``ANSWER`` header,
 followed by the bytes of a piece or by the text of an error.
@@ -30,11 +30,11 @@ from realhf.transport.network import Network
 from realhf.transport.tls import RunTls
 
 PIECE_BYTES = 64 << 20
-"""Size of the largest piece."""
+"""Maximum size of a piece in bytes."""
 NUMBER_BYTES = 16
-"""Size of the number of a transfer, which is random so that it cannot be guessed."""
+"""Size in bytes of a transfer number, which is random so that it cannot be guessed."""
 MAX_TRANSFERS = 64
-"""Maximum number of transfers in progress; one more evicts the least recently used."""
+"""Maximum number of transfers in progress; starting another one drops the least recently used."""
 IDLE_S = 120.0
 """Seconds without a request after which a transfer is dropped."""
 
@@ -45,13 +45,13 @@ class _Transfer:
 
     frames: Sequence[memoryview]
     ids: frozenset[str]
-    """Samples that the value belongs to."""
+    """Samples to which the value belongs."""
     used: float = field(default_factory=process_clock.now)
-    """Time of the last request (process_clock.now)."""
+    """Time of the last request (``process_clock.now``)."""
 
 
 class Outgoing:
-    """Registry of the transfers that consumers fetch, as views of the store's tensors. Not
+    """Registry of the transfers that consumers are fetching, with views of the store's tensors. Not
     thread-safe."""
 
     def __init__(self) -> None:
@@ -62,8 +62,8 @@ class Outgoing:
         return len(self._transfers)
 
     def open(self, frames: Sequence[bytes | memoryview], ids: Sequence[str]) -> bytes:
-        """Register the frames of a value of these samples for fetching; return the number of the
-        transfer."""
+        """Register the frames of a value that belongs to these samples, so that it can be fetched;
+        return the number of the transfer."""
         now = process_clock.now()
         idle = [
             number for number, transfer in self._transfers.items() if now - transfer.used > IDLE_S
@@ -108,11 +108,14 @@ class Outgoing:
 
 
 LANES = 4
-"""Connections of one fetch, each with at most one piece in flight, which bounds unread bytes."""
+"""Number of connections of one fetch. Each has at most one piece in flight, which bounds unread
+bytes."""
 RETRIES = 3
-"""Times in a row that every connection may break without a piece arriving in between."""
+"""Number of consecutive times that every connection may break without a piece arriving in
+between."""
 ALIGNMENT = 64
-"""Frames are received at multiples of this many bytes, so that tensors over them need no copy."""
+"""Frames are received at addresses that are multiples of this many bytes, so that tensors can be
+built over them without a copy."""
 
 
 class Piece(NamedTuple):
@@ -125,10 +128,10 @@ class Piece(NamedTuple):
 
 
 FetchPiece = Callable[[int, Piece, memoryview], None]
-"""(lane, piece, into) -> None: fill ``into`` with the piece. Raises PeerLost, which is retried, and
-DataError."""
+"""Function (lane, piece, into) -> None that fills ``into`` with the piece. Raises PeerLost, which
+is retried, and DataError."""
 Allocate = Callable[[int], np.ndarray[Any, np.dtype[np.uint8]]]
-"""Size in bytes -> aligned, uninitialised memory."""
+"""Function from a size in bytes to aligned, uninitialised memory."""
 
 
 def _allocate(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -138,10 +141,11 @@ def _allocate(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 def fetch_pieces(
     sizes: Sequence[Any], ask: FetchPiece, take: Allocate = _allocate
 ) -> list[memoryview]:
-    """Fetch frames of these sizes into memory from ``take``; they are writable and aligned.
+    """Fetch frames of these sizes into memory from ``take``; return writable, aligned views of
+    them.
 
-    Raises what ``ask`` raises, PeerLost after ``RETRIES`` failures in a row, and ProtocolError for
-    sizes beyond the limits of a sample, before memory is allocated.
+    Raises the errors of ``ask``, PeerLost after ``RETRIES`` failures in a row, and ProtocolError
+    for sizes beyond the limits of a sample, before memory is allocated.
     """
     return _Fetch(_check_sizes(sizes), ask, take).run()
 
@@ -165,8 +169,8 @@ def _check_sizes(sizes: Sequence[Any]) -> list[int]:
 class _Fetch:
     """One fetch of several frames.
 
-    Each lane is a thread, the calling thread being the first; lanes take pieces from a shared queue
-    until it is empty or one of them fails.
+    Each lane is a thread, the first one being the calling thread. Lanes take pieces from a shared
+    queue until it is empty or one of them fails.
     """
 
     def __init__(self, sizes: list[int], ask: FetchPiece, take: Allocate) -> None:
@@ -233,19 +237,18 @@ class _Fetch:
 
 
 REQUEST = struct.Struct("!16sIQI")
-"""Number of the transfer, frame, start, length."""
+"""Fields: number of the transfer, frame, start, length."""
 ANSWER = struct.Struct("!BI")
-"""Kind of what follows (PIECE or REFUSED), and its size in bytes."""
+"""Fields: kind of the content that follows (PIECE or REFUSED), and its size in bytes."""
 PIECE = 0
 REFUSED = 1
 MAX_MESSAGE_TEXT_BYTES = 4000
 HANDSHAKE_S = 8.0
-"""Timeout in seconds of connecting, and of each step of a handshake."""
+"""Timeout in seconds for connecting, and for each step of a handshake."""
 STALL_S = 20.0
-"""Seconds without a byte after which the other end counts as lost."""
+"""Seconds without receiving a byte after which the other end counts as lost."""
 CALL_BYTES = 1 << 20
-"""Maximum bytes of one system call: small enough that source and target stay in the core's
-cache."""
+"""Maximum bytes per system call, small enough that source and target stay in the core's cache."""
 
 
 def send(connection: socket.socket, view: memoryview) -> None:
@@ -255,10 +258,10 @@ def send(connection: socket.socket, view: memoryview) -> None:
 
 
 def receive(connection: socket.socket, view: memoryview, deadline: float = math.inf) -> None:
-    """Fill a view.
+    """Fill a view with received bytes.
 
-    Raises TimeoutError after ``deadline`` (process_clock.now), which is checked whenever bytes have
-    arrived, ConnectionError if the other end has closed, and other OSErrors.
+    Raises TimeoutError after ``deadline`` (``process_clock.now``), which is checked whenever bytes
+    have arrived, ConnectionError if the other end has closed the connection, and other OSErrors.
     """
     start = 0
     size = view.nbytes
@@ -272,7 +275,7 @@ def receive(connection: socket.socket, view: memoryview, deadline: float = math.
 
 
 def receive_bytes(connection: socket.socket, size: int) -> bytes:
-    """Receive exactly ``size`` bytes; errors as of ``receive``."""
+    """Receive exactly ``size`` bytes. Raises the errors of ``receive``."""
     data = bytearray(size)
     receive(connection, memoryview(data))
     return bytes(data)
@@ -282,22 +285,24 @@ _log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 256
 """Maximum number of open connections; one more is closed at once."""
 MAX_UNAUTHENTICATED = 32
-"""Connections that have not yet shown the run's certificate; one more closes the oldest of them."""
+"""Maximum number of connections that have not yet shown the run's certificate; one more closes the
+oldest of them."""
 _NO_DESCRIPTOR_PAUSE_S = 0.5
 """Pause before accepting again when the process has no file descriptor left."""
 GetPiece = Callable[[bytes, int, int, int], memoryview | None]
-"""(transfer, frame, start, length) -> the piece; None if the transfer was dropped. Raises
-ProtocolError."""
+"""Function (transfer, frame, start, length) that returns the piece, or None if the transfer was
+dropped. Raises ProtocolError."""
 
 
 class BulkServer:
-    """Server of pieces on a port of its own, with a thread for each connection.
+    """Server of pieces on a separate port, with a thread for each connection.
 
     A connection requests one piece after another, and unread bytes stay in the store, so a slow
     consumer costs no memory. Without ``tls``, which needs keys, connections are unencrypted and on
-    the loopback.
+    the loopback interface only.
 
-    max_connections, max_unauthenticated: in place of the constants of that name; 0 keeps these.
+    max_connections, max_unauthenticated: override the constants of the same names; 0 uses the
+    constants.
     """
 
     def __init__(
@@ -326,7 +331,7 @@ class BulkServer:
         self.port = 0
 
     def start(self) -> None:
-        """Listen and serve. Raises DataError if the address cannot be listened on."""
+        """Listen and serve. Raises DataError if the server cannot listen on the address."""
         try:
             self._socket = socket.create_server((self._network.host, 0), backlog=128)
         except OSError as error:
@@ -402,7 +407,7 @@ class BulkServer:
                     handle.close()
 
     def _log_refusal(self, number: int, host: str, error: OSError) -> None:
-        """Count and log a refused connection, the 1st, 2nd, 4th, ... of them.
+        """Count a refused connection; log the 1st, 2nd, 4th, ... of them.
 
         Errors of authenticated connections are left to the consumer, which sees and retries them.
         """
@@ -443,9 +448,9 @@ def _shut_down_connection(connection: socket.socket) -> None:
 
 
 class BulkConnection:
-    """Connection to the ``BulkServer`` at ``host`` and ``port``, unencrypted without ``tls``.
+    """Connection to the ``BulkServer`` at ``host`` and ``port``; unencrypted without ``tls``.
 
-    Opened by the first request, and again by the request after an error. Not thread-safe.
+    The first request opens it, as does the first request after an error. Not thread-safe.
     """
 
     def __init__(self, tls: RunTls | None, host: str, port: int) -> None:
@@ -455,10 +460,11 @@ class BulkConnection:
         self._connection: socket.socket | None = None
 
     def fetch(self, transfer: bytes, piece: Piece, into: memoryview, deadline: float) -> None:
-        """Fill ``into`` with a piece.
+        """Fetch a piece into ``into``.
 
         Raises PeerLost if the connection breaks or cannot be opened, FetchTimeout after
-        ``deadline`` (process_clock.now), and DataError if the peer refuses or sends another piece.
+        ``deadline`` (``process_clock.now``), and DataError if the peer refuses or sends another
+        piece.
         """
         message = ""
         try:
@@ -499,7 +505,8 @@ class BulkConnection:
         return self._connection
 
     def _fill(self, connection: socket.socket, into: memoryview, deadline: float) -> None:
-        """Receive in parts, so that a peer that trickles bytes cannot exceed the deadline."""
+        """Receive in parts, checking the deadline in between, so that a peer that trickles bytes
+        cannot exceed it."""
         for start in range(0, into.nbytes, CALL_BYTES):
             connection.settimeout(_time_left(deadline, STALL_S))
             receive(connection, into[start : start + CALL_BYTES], deadline)

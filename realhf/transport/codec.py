@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 
 FORMAT = 1
-"""Version of the encoding, field ``fmt`` of the header."""
+"""Version of the encoding, in the header field ``fmt``."""
 MAX_FRAMES = 4096
 MAX_FRAME_BYTES = 1 << 30
 MAX_MESSAGE_BYTES = 4 << 30
 MAX_TRAILING_DIMS = 8
 """Maximum number of dimensions of a key's values after the sequence dimension."""
 SHARED_BELOW = 4096
-"""Size in bytes below which a tensor goes into the shared frame."""
+"""Size in bytes below which a tensor is put into the shared frame."""
 ALIGNMENT = 64
-"""Offsets in the shared frame are multiples of this many bytes, a cache line."""
+"""Offsets in the shared frame are multiples of this many bytes, the size of a cache line."""
 _ENTRY: dict[str, type] = {
     "k": str,
     "dtype": str,
@@ -56,7 +56,7 @@ _EMPTY = memoryview(b"")
 def encode_sample(sample: SequenceSample) -> list[bytes | memoryview]:
     """Encode a sample as frames.
 
-    Large tensors are views of the sample's own storage: send them before it is freed. Raises
+    Large tensors become views of the sample's own storage, so send them before it is freed. Raises
     CodecError if a limit of docs/reference/dataflow.md 6 is exceeded.
     """
     shared = _SharedFrame()
@@ -111,9 +111,9 @@ def encode_sample(sample: SequenceSample) -> list[bytes | memoryview]:
 
 
 def decode_sample(frames: Sequence[Any]) -> SequenceSample:
-    """Decode a sample from frames (any buffers).
+    """Decode a sample from frames, which may be any buffers.
 
-    Tensors are views of the frames where these are writable and aligned, else copies. Raises
+    Tensors are views of frames that are writable and aligned, and copies otherwise. Raises
     CodecError on anything malformed, before memory is allocated for it.
     """
     views = [memoryview(frame).cast("B") for frame in frames]
@@ -173,7 +173,8 @@ class _TensorEntry(NamedTuple):
     ) -> _TensorEntry:
         """Parse and validate one entry. Raises CodecError.
 
-        known: lengths of keys read before, by place and by bytes; keys of equal lengths share them.
+        known: Lengths of keys that were read before, by location and by bytes, so that keys of
+        equal lengths share them.
         """
         if not isinstance(item, dict):
             raise CodecError("an entry of keys is not a map")
@@ -232,7 +233,7 @@ class _SharedFrame:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Return a view of the raw bytes of a tensor, without a copy if it is contiguous on the CPU."""
+    """Return a view of a tensor's raw bytes, without a copy if it is contiguous on the CPU."""
     import torch
 
     # not on the CPU, of a dtype that numpy lacks, or part of a gradient's graph
@@ -251,10 +252,10 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def bytes_tensor(raw: memoryview, tag: str, shape: Sequence[int]) -> Tensor:
-    """Build a tensor over raw bytes, which it keeps alive. Read-only or misaligned bytes are
-    copied.
+    """Build a tensor over raw bytes, which the tensor keeps alive. Read-only or misaligned bytes
+    are copied.
 
-    tag: dtype as in ``realhf.api.keys``.
+    tag: Dtype as in ``realhf.api.keys``.
     """
     import torch
 
@@ -268,8 +269,8 @@ def bytes_tensor(raw: memoryview, tag: str, shape: Sequence[int]) -> Tensor:
 
 
 def _read_fields(item: dict[str, Any]) -> Sequence[Any]:
-    """Return the fields that every entry has, in the order of ``_ENTRY``. Raises CodecError or
-    ProtocolError."""
+    """Return the fields that every entry must have, in the order of ``_ENTRY``. Raises CodecError
+    or ProtocolError."""
     try:
         values = _ENTRY_FIELDS(item)
     except KeyError as error:
@@ -320,7 +321,7 @@ def _check_limits(sizes: Sequence[int]) -> None:
 
 
 INLINE_BYTES = 256 << 10
-"""Header size up to which the header itself holds the metadata."""
+"""Maximum header size in bytes for which the header itself contains the metadata."""
 MAX_METADATA_BYTES = 32 << 20
 MAX_COLUMNS = 1024
 
@@ -341,7 +342,8 @@ def pack_metadata(metadata: Mapping[str, Sequence[Any]]) -> bytes:
 
 
 def unpack_metadata(frame: memoryview, samples: int) -> dict[str, list[Any]]:
-    """Decode the columns, each with one value per sample. Raises CodecError on anything else."""
+    """Decode the columns, each with one value per sample. Raises CodecError if the frame is
+    malformed."""
     if frame.nbytes > MAX_METADATA_BYTES:
         raise CodecError(f"metadata of {frame.nbytes} bytes exceeds {MAX_METADATA_BYTES}")
     unpacker = msgpack.Unpacker(

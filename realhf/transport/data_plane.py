@@ -1,10 +1,11 @@
 """Transfer of tensors between workers (docs/reference/dataflow.md 7).
 
-Every worker serves its TensorStore from a thread of its own, so two busy workers can never wait for
-each other. A fetch on one host is answered with a reference to shared memory. Any other fetch, and
-any whose memory cannot be mapped, is answered with the bytes themselves. In a network with keys,
-where the other end may be on another host, an answer of BULK_FROM_BYTES or more stays with its
-owner until the consumer has fetched it in pieces, over separate connections (``bulk``).
+Every worker serves its TensorStore from a separate thread, so two busy workers can never wait for
+each other. A fetch within one host is answered with a reference to shared memory. If the memory
+cannot be mapped, or the fetch comes from another host, it is answered with the bytes themselves. In
+a network with keys, where the other end may be on another host, an answer of BULK_FROM_BYTES or
+more stays with its owner until the consumer has fetched it in pieces, over separate connections
+(``bulk``).
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ from realhf.transport.tensor_store import TensorStore
 from realhf.transport.tls import RunTls
 
 CONNECT_TIMEOUT_S = 8.0
-"""Seconds within which a peer must accept a connection."""
+"""Seconds that a peer has to accept a connection."""
 
 
 class PeerConnection:
-    """Connection to one endpoint, with one request at a time.
+    """Connection to one endpoint, for one request at a time.
 
-    The socket's event stream reports the end of the peer, so that a request to a dead peer fails at
-    once instead of at its deadline. After an error the connection is ``broken``.
+    The socket's event stream reports when the peer disconnects, so that a request to a dead peer
+    fails at once instead of at its deadline. After an error the connection is ``broken``.
     """
 
     def __init__(
@@ -81,9 +82,9 @@ class PeerConnection:
         self.broken = False
 
     def exchange(self, request_id: bytes, message: list[bytes], deadline: float) -> list[Any]:
-        """Send a message; return the answer's header frame and payload frames, as buffers.
+        """Send a message; return the header frame and payload frames of the answer, as buffers.
 
-        deadline: as process_clock.now. Raises PeerLost, FetchTimeout.
+        ``deadline`` is a time of ``process_clock.now``. Raises PeerLost or FetchTimeout.
         """
         if not process_clock.wait(
             lambda left_s: self._lock.acquire(timeout=left_s), deadline - process_clock.now()
@@ -144,22 +145,23 @@ class PeerConnection:
 _log = logging.getLogger(__name__)
 
 SHM_FROM_BYTES = 64 << 10
-"""Size from which values are served through shared memory."""
+"""Size in bytes from which values are served through shared memory."""
 SPARE_BYTES = 256 << 20
-"""Maximum bytes of cleared segments, and of idle mappings, that are kept for reuse."""
+"""Maximum bytes of cleared segments, and of idle mappings, kept for reuse."""
 SPARE_TARGET_BYTES = 1 << 30
-"""Maximum bytes of receive memory that are kept for reuse; the kernel may reclaim them."""
+"""Maximum bytes of receive memory kept for reuse; the kernel may reclaim it."""
 BULK_FROM_BYTES = 1 << 20
-"""Size from which an answer to another host is fetched in pieces: ZeroMQ's encryption of more bytes
-takes longer than opening connections."""
+"""Size in bytes from which an answer to another host is fetched in pieces: encrypting more bytes
+with ZeroMQ takes longer than opening connections."""
 SENDERS_AHEAD = 64
-"""Number of messages that are queued for a consumer that does not read."""
+"""Maximum number of messages queued for a consumer that does not read."""
 
 
 class DataPlane:
-    """Server of one store, and client of the stores of other workers. ``fetch`` is thread-safe.
+    """Server of a worker's own store, and client of the other workers' stores. ``fetch`` is
+    thread-safe.
 
-    shm: offer and request shared memory.
+    shm: Whether to offer and request shared memory.
     """
 
     def __init__(
@@ -219,11 +221,11 @@ class DataPlane:
     def fetch(
         self, endpoint: str, ids: Sequence[str], keys: Sequence[str], timeout_s: float
     ) -> SequenceSample:
-        """Fetch values from a peer's store, with the ids in the given order.
+        """Fetch values from a peer's store, in the order of ``ids``.
 
         The tensors belong to the caller: writing to them changes nothing elsewhere. Raises
-        DataMissing (with the list), PeerLost, FetchTimeout, and DataError for errors that the peer
-        reports.
+        DataMissing (with the list of missing values), PeerLost, FetchTimeout, and DataError for
+        errors that the peer reports.
         """
         if endpoint == self.endpoint:
             return self._store.get(ids, keys)
@@ -259,7 +261,7 @@ class DataPlane:
     def _request(
         self, endpoint: str, ids: Sequence[str], keys: Sequence[str], host: str, deadline: float
     ) -> list[Any] | None:
-        """Request the frames of the encoded sample; return None if shared memory could not be
+        """Request the encoded sample and return its frames; None if shared memory could not be
         mapped.
 
         host: ``host_token`` of this process to request shared memory, "" to request bytes.
@@ -285,8 +287,8 @@ class DataPlane:
         raise DataError(f"{endpoint} could not serve {list(keys)}: {fields.get('message')}")
 
     def _fetch_pieces(self, endpoint: str, fields: dict[str, Any], deadline: float) -> list[Any]:
-        """Fetch the frames of an answer that the peer keeps; broken connections are opened
-        again."""
+        """Fetch the frames of an answer that stays with the peer; broken connections are
+        reopened."""
         number = envelope.field(fields, "transfer", bytes)
         port = envelope.field(fields, "port", int)
         if self._tls is None or len(number) != NUMBER_BYTES or not 0 < port < 1 << 16:
@@ -370,8 +372,8 @@ class DataPlane:
             return self._outgoing.piece(number, frame, start, length)
 
     def _share(self, ids: Sequence[str], keys: Sequence[str]) -> SegmentRef | None:
-        """Put these values into a segment; return None if they are small or there is no memory for
-        it."""
+        """Copy these values into a segment and return its location; None if they are small or there
+        is no memory for it."""
         name = (tuple(ids), tuple(sorted(keys)))
         with self._pool_lock:
             ref = self._pool.find(name)

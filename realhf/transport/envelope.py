@@ -17,21 +17,21 @@ import msgpack
 from realhf.transport.errors import OtherProtocol, ProtocolError
 
 PROTOCOL = 3
-"""Version of the protocol; all processes of a run have the same one."""
+"""Version of the protocol; all processes of a run must have the same one."""
 MAX_HEADER_BYTES = 1 << 20
 MAX_PAYLOAD_BYTES = 64 << 20
 MAX_DEPTH = 16
-"""Nesting levels of a header."""
+"""Maximum nesting depth of a header."""
 MAX_HEADER_ITEMS = 1 << 16
 """Maximum number of entries in a list or map of a header."""
 COUNTED_FROM_BYTES = 1 << 20
-"""Payload size from which lists and maps are counted while decoding."""
+"""Payload size in bytes from which lists and maps are counted while decoding."""
 MAX_PAYLOAD_CONTAINERS = 1 << 20
 """Maximum number of lists and maps in a payload. An empty list takes one byte on the wire and 64 in
 memory, so a limit on bytes alone would let one message allocate gigabytes. Payloads smaller than
-``COUNTED_FROM_BYTES`` cannot."""
+``COUNTED_FROM_BYTES`` are too small for that."""
 HIGH_WATER_MARK = 10_000
-"""Number of messages that a socket queues per peer."""
+"""Maximum number of messages that a socket queues per peer."""
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ def _pack(value: Any) -> bytes:
 
 
 def unpack_header(frame: Any) -> dict[str, Any]:
-    """Decode a header. Raises ProtocolError on anything but a small, shallow msgpack map of this
+    """Decode a header. Raises ProtocolError unless it is a small, shallow msgpack map of this
     protocol version."""
     header = unpack_map(frame, MAX_HEADER_BYTES)
     if header.get("v") != PROTOCOL:
@@ -58,8 +58,8 @@ def unpack_header(frame: Any) -> dict[str, Any]:
 
 
 def unpack_map(frame: Any, limit: int) -> dict[str, Any]:
-    """Decode a msgpack map of at most ``limit`` bytes and MAX_DEPTH levels. Raises ProtocolError on
-    anything else."""
+    """Decode a msgpack map of at most ``limit`` bytes and MAX_DEPTH levels. Raises ProtocolError
+    for any other frame."""
     view = memoryview(frame)
     if view.nbytes > limit:
         raise ProtocolError(f"header of {view.nbytes} bytes exceeds {limit}")
@@ -94,8 +94,8 @@ def _check_depth(value: Any) -> None:
 
 
 def pack_payload(value: Any) -> bytes:
-    """Encode a payload. Raises ProtocolError when the value is not plain data or too large for the
-    control path."""
+    """Encode a payload. Raises ProtocolError if the value is not plain data, or is too large for a
+    control message."""
     try:
         payload = _pack(value)
     except (TypeError, ValueError, OverflowError) as error:
@@ -133,7 +133,8 @@ def unpack_payload(frames: Sequence[Any]) -> Any:
 
 
 def _container_counter() -> Callable[[T], T]:
-    """Build a hook for msgpack that raises ProtocolError at one container too many."""
+    """Build a msgpack hook that counts containers and raises ProtocolError when there are too
+    many."""
     numbers = itertools.count(1)
 
     def count(container: T) -> T:
@@ -145,8 +146,8 @@ def _container_counter() -> Callable[[T], T]:
 
 
 def field(header: dict[str, Any], name: str, kind: type[T]) -> T:
-    """Return a header field of the given type. Raises ProtocolError if it is missing or of another
-    type."""
+    """Return a header field of the given type. Raises ProtocolError if it is missing or of a
+    different type."""
     value = header.get(name)
     if type(value) is kind:
         return value

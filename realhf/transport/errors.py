@@ -7,31 +7,32 @@ from typing import Any
 
 
 class TransportError(Exception):
-    """Base of all errors of this package."""
+    """Base class of all errors of this package."""
 
 
 class NetworkError(TransportError, ValueError):
-    """An address or keys that a run cannot use; the message names the option."""
+    """Error: a run cannot use an address or keys. The message names the option."""
 
 
 class AddressTaken(TransportError):
-    """An address that another socket listens on."""
+    """Error: another socket already listens on the address."""
 
 
 class CodecError(TransportError, ValueError):
-    """Frames that are not a well-formed sample."""
+    """Error: frames are not a well-formed sample."""
 
 
 class RpcError(TransportError):
-    """Base of the errors of a remote call."""
+    """Base class of the errors of a remote call."""
 
 
 class ProtocolError(RpcError):
-    """A message that breaks the protocol: malformed, too large, refused, or out of call order."""
+    """Error: a message breaks the protocol (malformed, too large, refused, or out of call
+    order)."""
 
 
 class OtherProtocol(ProtocolError):
-    """A message of another protocol version; ``header`` is its decoded header."""
+    """Error: a message has another protocol version; ``header`` is its decoded header."""
 
     def __init__(self, header: dict[str, Any], expected: int) -> None:
         super().__init__(f"protocol version {header.get('v')!r:.40}, expected {expected}")
@@ -39,12 +40,12 @@ class OtherProtocol(ProtocolError):
 
 
 class RpcTimeout(RpcError, TimeoutError):
-    """A call without an answer by its deadline. The message names the worker, the handler and the
-    worker's last known state."""
+    """Error: a call got no answer by its deadline. The message names the worker, the handler and
+    the worker's last known state."""
 
 
 class CallCancelled(RpcError):
-    """A call that was cancelled before the worker began it, so it never ran."""
+    """Error: a call was cancelled before the worker began it, so it never ran."""
 
 
 LOST_MASTER = "lost the master at"
@@ -52,11 +53,11 @@ LOST_MASTER = "lost the master at"
 
 
 class MasterLost(RpcError):
-    """The loss of the master, raised in a worker."""
+    """Error, raised in a worker: the master is gone."""
 
 
 class WorkerDied(RpcError):
-    """The loss of a worker, raised for each of its calls in flight."""
+    """Error: a worker is gone. It is raised for each of its calls in flight."""
 
     def __init__(self, worker: str, reason: str) -> None:
         super().__init__(f"worker {worker!r} died: {reason}")
@@ -65,7 +66,7 @@ class WorkerDied(RpcError):
 
 
 class RemoteError(RpcError):
-    """An exception in the handler of a call. The text ends with the remote traceback."""
+    """Error: the handler of a call raised an exception. The text ends with the remote traceback."""
 
     def __init__(
         self,
@@ -92,15 +93,15 @@ class RemoteError(RpcError):
 
 
 class DataError(TransportError):
-    """Base of the errors of tensor storage and exchange."""
+    """Base class of the errors of tensor storage and exchange."""
 
 
 class DuplicateDataError(DataError):
-    """A value that another producer call has already stored."""
+    """Error: another producer call has already stored the value."""
 
 
 class DataMissing(DataError, KeyError):
-    """Values that the owner does not hold. ``missing`` lists them as (sample id, key)."""
+    """Error: the owner does not hold some values. ``missing`` lists them as (sample id, key)."""
 
     def __init__(self, owner: str, missing: Sequence[tuple[str, str]]) -> None:
         shown = ", ".join(f"{key} of {sample}" for sample, key in missing[:8])
@@ -114,8 +115,8 @@ class DataMissing(DataError, KeyError):
 
 
 class PeerLost(DataError, ConnectionError):
-    """A peer of a tensor transfer that is unreachable or closed the connection."""
+    """Error: a peer of a tensor transfer is unreachable or closed the connection."""
 
 
 class FetchTimeout(DataError, TimeoutError):
-    """A tensor transfer that missed its deadline."""
+    """Error: a tensor transfer missed its deadline."""

@@ -1,9 +1,10 @@
 """Heartbeats between master and workers.
 
-Workers ping, the master answers, both on threads of their own, so that a busy event loop or a long
-computation delays neither. On one host each side also holds a process descriptor of the other, so
-the end of a process is noticed at once; elsewhere silence counts as death after a limit. Time in
-which the listening process itself was suspended does not count as silence (``process_clock``).
+Workers send pings and the master answers. Both do so on separate threads, so that a busy event loop
+or a long computation delays neither. On one host each side also holds a process descriptor of the
+other, so the end of a process is noticed at once; between hosts, silence counts as death after a
+limit. Time in which the listening process itself was suspended does not count as silence
+(``process_clock``).
 """
 
 from __future__ import annotations
@@ -35,18 +36,19 @@ class _WatchedWorker:
 
     name: str
     last_seen: float
-    """Time of the last ping (process_clock.now)."""
+    """Time of the last ping (``process_clock.now``)."""
     process: int | None
-    """Process descriptor (pidfd) of a worker of this host; None of another host."""
+    """Process descriptor (pidfd) of a worker on this host; None for a worker on another host."""
     state: str = "starting"
-    """What the worker last reported to be doing."""
+    """The activity that the worker last reported."""
     suspected: bool = False
-    """Whether a warning of its silence has been logged."""
+    """Whether a warning about its silence has been logged."""
     load: HostLoad | None = None
 
 
 class HeartbeatServer:
-    """The master's side. ``on_death(name, session, reason)`` is called on the heartbeat thread."""
+    """Master's side of the heartbeats. ``on_death(name, session, reason)`` is called on the
+    heartbeat thread."""
 
     def __init__(
         self,
@@ -83,7 +85,7 @@ class HeartbeatServer:
         self._listener.start()
 
     def watch(self, name: str, session: bytes, *, pid: int, started: int, host: str) -> None:
-        """Begin to watch a worker. Raises ProcessLookupError if its process has ended."""
+        """Start watching a worker. Raises ProcessLookupError if its process has ended."""
         process = open_process(pid, started) if host and host == host_token() and started else None
         with self._lock:
             self._watched[session] = _WatchedWorker(name, process_clock.now(), process)
@@ -101,7 +103,7 @@ class HeartbeatServer:
                 os.close(watched.process)
 
     def state(self, session: bytes) -> str:
-        """Describe what the worker last reported to be doing, and how long ago."""
+        """Return a description of the activity that the worker last reported, and how long ago."""
         with self._lock:
             watched = self._watched.get(session)
             if watched is None:
@@ -109,7 +111,7 @@ class HeartbeatServer:
             return f"{process_clock.now() - watched.last_seen:.1f} s ago it was {watched.state}"
 
     def load(self, session: bytes) -> HostLoad | None:
-        """Return the load of the worker's host from its last heartbeat; None for a worker of this
+        """Return the load of the worker's host from its last heartbeat; None for a worker on this
         host."""
         with self._lock:
             watched = self._watched.get(session)
@@ -180,9 +182,10 @@ class HeartbeatServer:
 
 
 class HeartbeatClient:
-    """A worker's side. Pings from another host than the master's contain the load of the host.
+    """Worker's side of the heartbeats. If the master is on another host, pings contain the load of
+    this host.
 
-    master: pid, start time and host of the master. ``on_lost(reason)`` is called at most once, on
+    master: Pid, start time and host of the master. ``on_lost(reason)`` is called at most once, on
     the heartbeat thread. Raises MasterLost if the master's process has already ended.
     """
 

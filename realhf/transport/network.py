@@ -1,5 +1,5 @@
-"""Network of a run: addresses, keys, CURVE encryption and authentication, and the settings of one
-process.
+"""Network of a run: addresses, keys, CURVE encryption and authentication, and each process's
+network settings.
 
 All listeners of a run share one key pair, all clients another one. Clients know the listeners'
 public key, and listeners accept only the clients' key. The number of connections that have not
@@ -39,11 +39,11 @@ from realhf.transport.errors import AddressTaken, NetworkError
 
 LOOPBACK_ADDRESS = "127.0.0.1"
 _ANY_PORT = 9
-"""Port for a UDP socket that is connected only to learn the route; nothing is sent."""
+"""Port for a UDP socket that is connected only to find the route; nothing is sent."""
 
 
 def parse_host(endpoint: str) -> str:
-    """Return the host of ``tcp://HOST:PORT``. Raises NetworkError on anything else."""
+    """Return the host of ``tcp://HOST:PORT``. Raises NetworkError for any other form."""
     try:
         parts = urlsplit(endpoint)
         _ = parts.port
@@ -83,8 +83,8 @@ def resolve_host(name: str, option: str) -> str:
 
 
 def find_route_address(host: str) -> str:
-    """Return this host's address on the route to ``host``. Nothing is sent. Raises NetworkError
-    without a route."""
+    """Return this host's address on the route to ``host``. Nothing is sent. Raises NetworkError if
+    there is no route."""
     target = resolve_host(host, "the master's address")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -97,7 +97,7 @@ def find_route_address(host: str) -> str:
 
 
 def list_own_addresses() -> list[str]:
-    """Return the IPv4 addresses of this host except the loopback."""
+    """Return the IPv4 addresses of this host, except for loopback addresses."""
     import psutil
 
     addresses = {
@@ -122,17 +122,17 @@ def find_interface(address: str) -> str:
 
 _log = logging.getLogger(__name__)
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-"""Address at which ZeroMQ asks the authenticator of a context (ZAP, RFC 27)."""
+"""Address at which ZeroMQ queries a context's authenticator (ZAP, RFC 27)."""
 _VERSION = b"1.0"
 _FIELDS = 7
 _KEY_BYTES = 32
 HANDSHAKE_S = 8.0
-"""Seconds within which a connection must authenticate."""
+"""Seconds that a connection has to authenticate."""
 SHARE = 8
-"""Unauthenticated connections of a listener hold at most 1 / SHARE of the process's descriptors,
-..."""
+"""Unauthenticated connections of a listener may use at most 1 / SHARE of the process's file
+descriptors, but always at least ``FEWEST``."""
 FEWEST = 16
-"""... but this many are always allowed."""
+"""Number of unauthenticated connections that is always allowed (see ``SHARE``)."""
 _AUTHENTICATED_BYTES = 240
 """A peer that has acknowledged this many bytes has authenticated: our greeting has 64 bytes,
 WELCOME 170, and READY follows only an accepted key. The bytes that a peer sends prove nothing:
@@ -143,12 +143,12 @@ _WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED
 
 
 class Authenticator:
-    """Authenticator of the connections to a context's listeners, on a thread of its own.
+    """Authenticator of the connections to a context's listeners, on a separate thread.
 
-    knows: (public key in Z85) -> whether to accept the connection; called on that thread. Each
-    message then carries its sender's key as ``User-Id``. The authenticator ends with its context.
-    Create it before a socket of the context listens: until then the context refuses all
-    connections.
+    ``knows`` is called on that thread with a public key in Z85 and returns whether to accept the
+    connection. Each message then carries its sender's key as ``User-Id``. The authenticator ends
+    with its context. Create it before a socket of the context listens: until then the context
+    refuses all connections.
     """
 
     def __init__(self, context: zmq.Context[Any], knows: Callable[[str], bool]) -> None:
@@ -191,13 +191,13 @@ class Authenticator:
 
 
 class HandshakeLimiter:
-    """Limit on the unauthenticated connections of a listener; one more ends the oldest of them.
+    """Limit on a listener's unauthenticated connections; one more ends the oldest of them.
 
     Without it, peers that connect and never authenticate could use up the descriptors of this
     process. ZeroMQ accepts connections without limit, and without a free descriptor it retries in a
     busy loop. Create it before the socket listens; it ends with the socket.
 
-    most: maximum number; 0 derives it from the limit of descriptors (SHARE, FEWEST).
+    most: Maximum number of connections; 0 derives it from the limit of descriptors (SHARE, FEWEST).
     """
 
     def __init__(self, listener: zmq.Socket[Any], most: int = 0) -> None:
@@ -250,8 +250,8 @@ class HandshakeLimiter:
             self._end_oldest(len(self._pending) - most, port)
 
     def _on_no_descriptor(self, port: int) -> None:
-        """Release the reserved descriptor, so that the waiting connection can be accepted; end the
-        older half."""
+        """Release the reserved descriptor, so that the waiting connection can be accepted, and end
+        the older half of the unauthenticated connections."""
         if self._spare is not None:
             os.close(self._spare)
             self._spare = None
@@ -317,7 +317,7 @@ NO_CURVE = "network.bind: this installation of ZeroMQ has no CURVE, so it cannot
 
 @dataclass(frozen=True)
 class CurvePair:
-    """A public key and its secret key, both in Z85. Its repr shows neither."""
+    """A public key and its secret key, both in Z85. The repr shows neither."""
 
     public: str = field(repr=False)
     secret: str = field(repr=False)
@@ -331,8 +331,8 @@ class CurvePair:
         return CurvePair(public.decode("ascii"), secret.decode("ascii"))
 
     def describe_fault(self, name: str = "") -> str:
-        """Describe what is wrong with the keys ``NAME_public`` and ``NAME_secret``, unshown; "" if
-        valid."""
+        """Return what is wrong with the keys ``NAME_public`` and ``NAME_secret``, without showing
+        them; "" if they are valid."""
         labels = [f"{name}_{side}".removeprefix("_") for side in ("public", "secret")]
         for label, key in zip(labels, (self.public, self.secret), strict=True):
             if fault := describe_key_fault(key):
@@ -343,7 +343,7 @@ class CurvePair:
 
 
 def describe_key_fault(key: str) -> str:
-    """Describe why a text is not a key; "" if it is one."""
+    """Return why a string is not a key; "" if it is one."""
     if len(key) != KEY_CHARACTERS:
         return f"of another length than {KEY_CHARACTERS}"
     try:
@@ -356,7 +356,7 @@ def describe_key_fault(key: str) -> str:
 
 
 def listen_encrypted(socket: zmq.Socket[Any], address: str, own: CurvePair) -> str:
-    """Listen at ``address`` (tcp://...); return the endpoint. Errors as of ``bind_socket``.
+    """Listen at ``address`` (tcp://...); return the endpoint. Raises the errors of ``bind_socket``.
 
     The socket's context must have an ``Authenticator``.
     """
@@ -371,8 +371,8 @@ def listen_encrypted(socket: zmq.Socket[Any], address: str, own: CurvePair) -> s
 
 
 def bind_socket(socket: zmq.Socket[Any], address: str) -> str:
-    """Bind a socket; return the endpoint. Raises AddressTaken, or NetworkError for an address of
-    another host."""
+    """Bind a socket; return the endpoint. Raises AddressTaken, or NetworkError if the address does
+    not belong to this host."""
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
@@ -388,7 +388,8 @@ def bind_socket(socket: zmq.Socket[Any], address: str) -> str:
 def connect_encrypted(
     socket: zmq.Socket[Any], endpoint: str, server_public: str, own: CurvePair
 ) -> None:
-    """Connect to a listener, which must have the secret key that belongs to ``server_public``."""
+    """Connect to a listener. The handshake fails unless the listener has the secret key that
+    belongs to ``server_public``."""
     socket.setsockopt_string(zmq.CURVE_SERVERKEY, server_public)
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, own.public)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, own.secret)
@@ -427,7 +428,7 @@ def make_certificate() -> tuple[str, str]:
 
 
 MAX_KEY_FILE_BYTES = 16 << 10
-"""Maximum size of a file of keys."""
+"""Maximum size of a key file, in bytes."""
 STDIN = Path("-")
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{16,256}")
 
@@ -437,13 +438,13 @@ class RunKeys:
     """All keys of a run. The repr shows none of them."""
 
     server_public: str = field(repr=False)
-    """Key pair of all sockets that listen, in Z85."""
+    """Public key of all listening sockets, in Z85."""
     server_secret: str = field(repr=False)
     client_public: str = field(repr=False)
-    """Key pair of all sockets that connect, in Z85."""
+    """Public key of all connecting sockets, in Z85."""
     client_secret: str = field(repr=False)
     token: str = field(repr=False)
-    """Token of the run's HTTP servers."""
+    """Access token of the run's HTTP servers."""
     certificate: str = field(repr=False)
     """Certificate of bulk connections and of the environment server, as PEM."""
     certificate_key: str = field(repr=False)
@@ -473,19 +474,20 @@ class RunKeys:
 
     def write(self, path: Path) -> None:
         """Write the keys into a new file that only its owner can read. Raises OSError, for example
-        if it exists."""
+        if the file exists."""
         write_private(path, json.dumps(asdict(self)))
 
     def move_to_memory(self) -> Path:
-        """Keep the keys in memory of this process, see ``keep_in_memory``. Raises OSError."""
+        """Move the keys to an anonymous memory file of this process, see ``keep_in_memory``. Raises
+        OSError."""
         return keep_in_memory(json.dumps(asdict(self)))
 
     @staticmethod
     def read(path: Path) -> RunKeys:
-        """Read a file of keys; ``-`` is standard input up to its end. Never blocks on a pipe.
+        """Read a key file; ``-`` is standard input up to its end. Never blocks on a pipe.
 
-        Raises NetworkError with the file and the problem: the file is missing, not a regular file,
-        not owned by the user, readable by others, or contains something else.
+        Raises NetworkError, naming the file and the problem, if the file is missing, not a regular
+        file, not owned by the user, readable by others, or contains something else.
         """
         try:
             values = json.loads(read_private(path))
@@ -508,7 +510,7 @@ class RunKeys:
         return keys
 
     def _describe_fault(self) -> str:
-        """Describe what is wrong with the values, without showing them; "" if they are valid."""
+        """Return what is wrong with the values, without showing them; "" if they are valid."""
         for name, pair in (("server", self.server), ("client", self.client)):
             if fault := pair.describe_fault(name):
                 return fault
@@ -525,7 +527,8 @@ class RunKeys:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a new file that only its owner can read. Raises OSError, for example if it exists."""
+    """Write a new file that only its owner can read. Raises OSError, for example if the file
+    exists."""
     descriptor = os.open(
         path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
     )
@@ -542,7 +545,7 @@ def keep_in_memory(text: str) -> Path:
     """Keep keys in an anonymous memory file of this process; return its path below /proc.
 
     Processes of the same user on this machine can read the path as long as this process lives. The
-    keys are on no disk, and are gone when the process ends. ``forget`` closes the file. Raises
+    keys are not on any disk, and are gone when the process ends. ``forget`` closes the file. Raises
     OSError.
     """
     descriptor = os.memfd_create("keys", os.MFD_CLOEXEC)
@@ -614,16 +617,17 @@ def require_loopback(address: str) -> str:
 
 @dataclass(frozen=True)
 class Network:
-    """Network settings of a process. Raises NetworkError for an address other than loopback without
-    keys."""
+    """Network settings of a process. Raises NetworkError if there are no keys and an address is not
+    a loopback address."""
 
     host: str = LOOPBACK_ADDRESS
-    """Address at which the process listens."""
+    """Address on which the process listens."""
     advertised: str = LOOPBACK_ADDRESS
-    """Address at which others reach it."""
+    """Address at which other processes reach this one."""
     keys: RunKeys | None = None
     trusted: bool = False
-    """Option ``network.trusted``: bulk connections are not encrypted after the handshake."""
+    """Option ``network.trusted``: whether bulk connections are left unencrypted after the
+    handshake."""
 
     def __post_init__(self) -> None:
         if self.keys is None:
@@ -645,9 +649,9 @@ class Network:
 
     @staticmethod
     def for_worker(config: NetworkConfig, keys: RunKeys | None, master: str) -> Network:
-        """Return the settings of a worker of the master at ``master``, tcp://HOST:PORT.
+        """Return the settings of a worker whose master is at ``master``, tcp://HOST:PORT.
 
-        Raises NetworkError without a route to the master.
+        Raises NetworkError if there is no route to the master.
         """
         own = (
             LOOPBACK_ADDRESS
@@ -662,7 +666,7 @@ class Network:
         return self.keys is not None
 
     def public_url(self, url: str) -> str:
-        """Return the URL at which others reach an HTTP server of this process that listens at
+        """Return the URL at which other processes reach this process's HTTP server that listens at
         ``url``."""
         parts = urlsplit(url)
         return (
@@ -672,10 +676,9 @@ class Network:
         )
 
     def add_token(self, url: str) -> str:
-        """Return the URL of an HTTP server of the run with its token, as
-        ``http://:TOKEN@HOST:PORT``.
+        """Add the run's token to the URL of one of its HTTP servers: ``http://:TOKEN@HOST:PORT``.
 
-        For the client of that server only; it must not be sent in a message.
+        The result is for the client of that server only; it must not be sent in a message.
         """
         if self.keys is None:
             return url
@@ -683,7 +686,7 @@ class Network:
         return f"{scheme}://:{self.keys.token}@{address}"
 
     def context(self) -> zmq.Context[Any]:
-        """Create a ZeroMQ context for listening sockets, with an authenticator; connecting sockets
+        """Create a ZeroMQ context with an authenticator for listening sockets; connecting sockets
         may share it."""
         context: zmq.Context[Any] = zmq.Context(io_threads=1)
         if self.keys is not None:
@@ -693,10 +696,11 @@ class Network:
 
     def listen(self, socket: zmq.Socket[Any], bind: str = "") -> str:
         """Listen at ``bind`` (tcp://...) or on any free port of ``host``; return the endpoint for
-        others.
+        other processes.
 
-        The socket must be of a context from ``context``. Raises AddressTaken, or NetworkError for
-        an address of another host, and without keys for any address but loopback.
+        The socket's context must be one that ``context`` created. Raises AddressTaken, or
+        NetworkError if the address does not belong to this host or, without keys, is not a loopback
+        address.
         """
         address = bind or f"tcp://{self.host}:0"
         if self.keys is None:
@@ -710,8 +714,8 @@ class Network:
     def connect(self, socket: zmq.Socket[Any], endpoint: str) -> None:
         """Connect to a listener of the run.
 
-        Without keys raises NetworkError for any address but loopback: messages would be readable on
-        the way.
+        Without keys, raises NetworkError for any address but loopback, because messages would be
+        readable in transit.
         """
         if self.keys is None:
             if not is_loopback_endpoint(endpoint):
@@ -727,4 +731,4 @@ class Network:
 
 
 LOOPBACK = Network()
-"""Network settings of a run on one host: nothing is encrypted, since nothing leaves the host."""
+"""Network settings of a run on one host. Nothing is encrypted, because nothing leaves the host."""

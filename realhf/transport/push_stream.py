@@ -35,17 +35,17 @@ MAX_CREDITS = 1 << 16
 
 
 class StreamFailed(TransportError):
-    """An end of a stream that has failed or is closed."""
+    """Error: this end of a stream has failed or is closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamMessage:
-    """One sample as it arrived."""
+    """One received sample."""
 
     producer: str
     id: str
     attempt: int
-    """Attempt at this sample, from 0."""
+    """Number of the attempt at this sample, from 0."""
     frames: list[Any]
     """Encoded sample, as buffers that stay valid as long as they are referenced."""
 
@@ -64,7 +64,7 @@ def check_frames(frames: Sequence[Any]) -> int:
 
 
 def read_sample(request: ServiceRequest) -> StreamMessage:
-    """Parse the sample of a push request. Raises ProtocolError for an invalid name, id, attempt or
+    """Parse the sample in a push request. Raises ProtocolError for an invalid name, id, attempt or
     size."""
     id = field(request.header, "sample", str)
     attempt = field(request.header, "attempt", int)
@@ -94,14 +94,14 @@ class _ReceiverLink:
     """Number of unacknowledged samples."""
     sent_bytes: int = 0
     heard: float = 0.0
-    """Time of the last answer (time.monotonic); 0 before the first."""
+    """Time of the last answer (``time.monotonic``); 0 before the first."""
 
 
 class StreamProducer:
     """Sender of samples to several receivers.
 
-    Each sample goes to the receiver with credit that this producer has sent the fewest bytes. It
-    stays with that receiver, and is kept here until the receiver acknowledges it.
+    Each sample goes to the receiver that has credit and to which this producer has sent the fewest
+    bytes. It stays with that receiver, and is kept here until the receiver acknowledges it.
 
     Belongs to the event loop that runs when it is created; no method may be called from another
     thread.
@@ -128,18 +128,18 @@ class StreamProducer:
 
     @property
     def unacked(self) -> int:
-        """Number of samples that were pushed and not acknowledged."""
+        """Number of samples that were pushed and not acknowledged yet."""
         return sum(link.open for link in self.links)
 
     async def push(
         self, id: str, attempt: int, frames: Sequence[Frame], *, timeout_s: float
     ) -> None:
-        """Wait for a receiver with credit and send it the sample. Callers are served in order.
+        """Wait for a receiver with credit and send the sample to it. Callers are served in order.
 
         The buffers must not change until the sample is acknowledged. Raises TimeoutError (naming
         all receivers) if none gives credit within ``timeout_s`` seconds, ProtocolError if the
-        frames exceed the limits of the wire, and StreamFailed if the producer is closed, or any
-        receiver refuses its keys or is unreachable.
+        frames exceed the limits of the wire format, and StreamFailed if the producer is closed, or
+        any receiver refuses its keys or is unreachable.
         """
         nbytes = check_frames(frames)
         if not self._turn.locked() and (link := self._find_receiver()) is not None:
@@ -158,8 +158,8 @@ class StreamProducer:
             ) from None
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until every sample is acknowledged; return False if some are not after ``timeout_s``
-        seconds."""
+        """Wait until every sample is acknowledged; return False if ``timeout_s`` seconds pass
+        first."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.unacked and not self._failure:
@@ -220,12 +220,12 @@ class StreamProducer:
 
 
 class StreamReceiver(Listener):
-    """Listener that delivers every sample of this run; a sample that is sent again after its
-    ``ack``, again.
+    """Listener that delivers every sample of this run once, or again if it is sent again after its
+    ``ack``.
 
     ``deliver`` is called on the receiver's thread with all samples that have arrived; an exception
-    in it ends the receiver. A producer may have ``credits`` samples without an ``ack``. A sample
-    that is sent again before its ``ack`` is delivered once and takes no more memory. Samples
+    in it ends the receiver. A producer may have up to ``credits`` samples without an ``ack``. A
+    sample that is sent again before its ``ack`` is delivered once and takes no more memory. Samples
     without an ``ack`` when the receiver is closed stay with their producers.
     """
 

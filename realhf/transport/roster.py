@@ -1,8 +1,8 @@
 """Roster of the workers of a run, and its incremental announcement to every worker.
 
-Sending the whole roster to all workers after each change would grow with the square of their
-number, and with thousands of workers it would not fit into a message. So each worker receives only
-the changes since the last announcement to it. A worker without services, such as a rollout worker,
+Sending the whole roster to all workers after each change would cost time quadratic in their number,
+and with thousands of workers it would not fit into a message. So each worker receives only the
+changes since the last announcement to it. A worker without services, such as a rollout worker,
 receives only the workers that have services: it calls no others, and only the master calls it.
 """
 
@@ -26,10 +26,10 @@ class WorkerInfo:
     kind: str
     index: int
     host: str
-    """Host name; several hosts may have the same one."""
+    """Host name, which need not be unique."""
     pid: int
     data_endpoint: str = ""
-    """Address of its data plane; "" without one."""
+    """Address of its data plane; "" if it has none."""
     endpoints: dict[str, str] = field(default_factory=dict)
     """Addresses of its services by name, e.g. ``{"env": "http://..."}``."""
     machine: str = ""
@@ -39,8 +39,8 @@ class WorkerInfo:
     pid."""
 
     def to_map(self, *, listed: bool = True) -> dict[str, Any]:
-        """Return the worker as plain data; unless ``listed``, without the addresses of its
-        services."""
+        """Return the worker as plain data. If ``listed`` is False, the addresses of its services
+        are left out."""
         return asdict(self) if listed else {**asdict(self), "endpoints": {}}
 
     @staticmethod
@@ -62,12 +62,12 @@ class WorkerInfo:
 
 
 SHARE = 0.1
-"""Maximum share of the event loop's time for announcements, however often workers join and
+"""Maximum fraction of the event loop's time for announcements, however often workers join and
 leave."""
 
 
 class _RosterChange(NamedTuple):
-    """The last change of one worker."""
+    """The last change to one worker."""
 
     version: int
     serves: bool
@@ -77,9 +77,9 @@ class _RosterChange(NamedTuple):
 class RosterAnnouncer:
     """Sender of roster changes to workers. Belongs to the running loop.
 
-    roster: the current workers by name. unlisted: names of workers whose services are hidden from
-    others. send: (name, version, payload) -> None sends an announcement to a worker. ``version``
-    counts changes.
+    roster: The current workers by name. unlisted: Names of workers whose services are hidden from
+    others. send: Function (name, version, payload) -> None that sends an announcement to a worker.
+    ``version`` counts changes.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class RosterAnnouncer:
         self.version = 0
 
     def announce_later(self, info: WorkerInfo) -> None:
-        """Schedule an announcement to all workers: this one has joined, left or changed its
+        """Schedule an announcement to all workers that this one has joined, left or changed its
         listing.
 
         Changes that follow soon are announced together.
@@ -141,9 +141,9 @@ class RosterAnnouncer:
         self._next_round_at = now + (now - start) / SHARE
 
     def _pack(self, version: int, everybody: bool) -> bytes | None:
-        """Encode the changes since ``version``; None if there are none.
+        """Encode the changes since ``version``; return None if there are none.
 
-        everybody: include workers without services.
+        everybody: Whether to include workers without services.
         """
         workers = []
         gone = []
@@ -161,5 +161,5 @@ class RosterAnnouncer:
 
 
 def is_listed(info: WorkerInfo) -> bool:
-    """Return whether others may call this worker."""
+    """Return whether other workers may call this worker."""
     return bool(info.data_endpoint or info.endpoints)

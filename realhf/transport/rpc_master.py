@@ -1,13 +1,13 @@
 """The master's end of the request-reply protocol (docs/reference/dataflow.md 6).
 
 One ROUTER socket lives on the event loop's thread; there is no polling and no thread between a call
-and the wire. ``call`` enqueues before it returns, so every worker receives calls in the order of
-the code.
+and the wire. ``call`` enqueues before it returns, so every worker receives calls in the order in
+which the code makes them.
 
 A worker serves the calls of a lane strictly one after another. The timeout of a call therefore
 starts when the calls before it are finished, not when it is sent: a short call behind a long one
-does not time out because the other is long. Its wait is bounded all the same, because each call
-before it has a timeout, and the death of a worker ends all of them.
+does not time out because the other is long. Its wait is still bounded, because each call before it
+has a timeout, and the death of a worker ends all of them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from realhf.transport.sockets import LoopListener, describe_version_differences
 
 @dataclass(slots=True, eq=False)
 class PendingCall:
-    """A request without an answer.
+    """A request that has not been answered.
 
     If its caller cancels it, ``future`` is done, but the request keeps its place in the lane until
     the worker answers, because the worker may be executing it.
@@ -53,18 +53,18 @@ class PendingCall:
     worker: str
     handler: str
     mfc: str
-    """Name of the model function call that it belongs to; "" for other calls."""
+    """Name of the model function call to which it belongs; "" for other calls."""
     step: int
     no: int
     """Number of the call on the ordered lane; 0 on the immediate lane."""
     timeout_s: float
     future: asyncio.Future[Any]
     timer: asyncio.TimerHandle | None = None
-    """Timer of the timeout; None before the turn of the call."""
+    """Timer of the timeout; None until the call is first in its lane."""
 
 
 class CallLane:
-    """Queue of the calls of a lane, with a timeout for the first one.
+    """Queue of a lane's calls, with a timeout for the first one.
 
     When the first call has been first for its ``timeout_s``, it is removed and ``expire(call)`` is
     called.
@@ -78,7 +78,7 @@ class CallLane:
         self._calls: dict[bytes, PendingCall] = {}
 
     def add(self, call: PendingCall) -> None:
-        """Append a call that was sent."""
+        """Append a call that has been sent."""
         self._calls[call.id] = call
         self._begin_next()
 
@@ -91,7 +91,7 @@ class CallLane:
             self._begin_next()
 
     def clear(self) -> list[PendingCall]:
-        """Remove all calls, of a worker that is gone; return them in order."""
+        """Remove and return all calls, in order, because the worker is gone."""
         calls = list(self._calls.values())
         self._calls.clear()
         for call in calls:
@@ -110,7 +110,7 @@ class CallLane:
 
 
 def build_remote_error(call: PendingCall, value: Any) -> RpcError:
-    """Return the exception for a worker's error answer to this call."""
+    """Return the exception for an error that a worker has answered to this call."""
     if not isinstance(value, dict):
         return ProtocolError(f"worker {call.worker!r} sent a malformed error")
     message = str(value.get("message", ""))
@@ -130,10 +130,10 @@ def build_remote_error(call: PendingCall, value: Any) -> RpcError:
 _log = logging.getLogger(__name__)
 
 BYE_TIMEOUT_S = 3.0
-"""Seconds that ``close`` waits for the workers' answers to its bye."""
+"""Seconds that ``close`` waits for the workers to answer its bye."""
 BROKEN_S = 1.0
-"""Seconds from a broken connection until the worker counts as dead. If its process has ended, the
-kernel reports that first, with a better reason."""
+"""Seconds after which a worker with a broken connection counts as dead. If its process has ended,
+the kernel reports that earlier, with a better reason."""
 
 
 @dataclass
@@ -166,8 +166,9 @@ class RpcMaster:
     A worker is dead when its process on this host ends, or after ``dead_after_s`` seconds without a
     heartbeat; all its calls then fail with WorkerDied. Callbacks run on the loop:
 
-    on_death: (name, reason) of a worker that died. on_join: each worker that registers.
-    on_left: (name, reason) of each worker that leaves on its own before ``close``.
+    - on_death(name, reason): a worker has died;
+    - on_join(worker): a worker has registered;
+    - on_left(name, reason): a worker has left by itself before ``close``.
     """
 
     def __init__(
@@ -204,8 +205,8 @@ class RpcMaster:
     async def start(self) -> None:
         """Bind the sockets.
 
-        Raises RpcError if the address is taken, NetworkError if it is not of this host; then
-        nothing is left open.
+        Raises RpcError if the address is taken, NetworkError if it does not belong to this host. No
+        socket is left open then.
         """
         self._loop = asyncio.get_running_loop()
         context = self._network.context()
@@ -274,7 +275,7 @@ class RpcMaster:
         step: int = -1,
         mfc: str = "",
     ) -> asyncio.Future[Any]:
-        """Send a request at once; return a future of the handler's result.
+        """Send a request at once; return a future for the handler's result.
 
         ``timeout_s`` counts from the moment at which all earlier calls of the handler's lane are
         finished. The future fails with RpcTimeout, WorkerDied, RemoteError or ProtocolError.
@@ -288,8 +289,8 @@ class RpcMaster:
         return future
 
     async def close(self) -> None:
-        """Say bye to every worker, wait up to BYE_TIMEOUT_S for answers, release all ports. Calls
-        in flight fail."""
+        """Say bye to every worker, wait up to BYE_TIMEOUT_S for the answers, and release all ports.
+        Calls in flight fail."""
         if self._closing or not self.endpoint:
             return
         self._closing = True
@@ -307,7 +308,7 @@ class RpcMaster:
         await self._listener.close()
 
     def fail_worker(self, name: str, reason: str) -> None:
-        """Declare a worker dead, for example because its supervisor saw it exit.
+        """Declare a worker dead, for example because its supervisor has seen it exit.
 
         For a worker that has not registered, the only effect is that ``wait_for`` fails.
         """
@@ -320,7 +321,7 @@ class RpcMaster:
                 self._on_death(name, reason)
 
     def dismiss(self, worker: str, reason: str) -> None:
-        """Order a worker to leave, and treat it as dead from now on. A successor may take its
+        """Tell a worker to leave, and treat it as dead from now on. A successor may use its
         name."""
         peer = self._peers.get(worker)
         if peer is not None:
@@ -330,7 +331,7 @@ class RpcMaster:
     def list_services(self, worker: str, listed: bool) -> None:
         """Set whether announcements to workers contain the addresses of this worker's services.
 
-        They do initially, unless ``on_join`` has called this. ``roster`` always has the addresses.
+        Initially they do, unless ``on_join`` has called this. ``roster`` always has the addresses.
         """
         if worker not in self._peers or listed == (worker not in self._unlisted):
             return
@@ -338,13 +339,13 @@ class RpcMaster:
         self.announcer.announce_later(self.roster[worker])
 
     def loads(self) -> list[tuple[str, str, HostLoad]]:
-        """Return host name, ``host_token`` and load for each worker that reports it: those of other
-        hosts."""
+        """Return host name, ``host_token`` and load for each worker that reports its load, which
+        are those on other hosts."""
         reports = [(peer.info, self._heartbeat.load(peer.session)) for peer in self._peers.values()]
         return [(info.host, info.machine, load) for info, load in reports if load is not None]
 
     def expect(self, name: str) -> None:
-        """Forget the death of a worker: a new process is being started under its name."""
+        """Forget that a worker died, because a new process is being started under its name."""
         self._dead.pop(name, None)
 
     # ---- sending
@@ -398,7 +399,7 @@ class RpcMaster:
     def _send_control(
         self, identity: bytes, session: bytes, kind: str, *payload: bytes, **fields: Any
     ) -> None:
-        """Send a control message. Errors are ignored: the heartbeat detects a peer that is gone."""
+        """Send a control message, ignoring errors: the heartbeat detects a peer that is gone."""
         header = pack_header(kind, self._run_id, session, **fields)
         with contextlib.suppress(zmq.ZMQError):
             self._listener.send(identity, header, *payload)
@@ -406,7 +407,7 @@ class RpcMaster:
     # ---- receiving
 
     def _refuse_other_protocol(self, identity: bytes, header: dict[str, Any]) -> None:
-        """Refuse a worker of another protocol version, which can read at least the version of the
+        """Refuse a worker with another protocol version, which can at least read the version in the
         answer."""
         session = header.get("session")
         if header.get("kind") == "hello" and isinstance(session, bytes):
@@ -493,7 +494,7 @@ class RpcMaster:
     def _register(
         self, identity: bytes, header: dict[str, Any], session: bytes, info: WorkerInfo
     ) -> str:
-        """Add the worker to the roster; return the reason when it is refused."""
+        """Add the worker to the roster; return the reason if it is refused, "" otherwise."""
         ordered = self._ordered_lanes.pop(session, None)
         if ordered is None:
             return "its ordered lane is not connected"
@@ -533,7 +534,7 @@ class RpcMaster:
         )
 
     def _cancel(self, entry: PendingCall) -> None:
-        """Send the worker a cancellation of a call."""
+        """Tell the worker to cancel a call."""
         if entry.worker in self._peers:
             peer = self._peers[entry.worker]
             self._send_control(peer.control, peer.session, "cancel", id=entry.id, no=entry.no)

@@ -2,8 +2,8 @@
 
 Ordered handlers run on the thread that calls ``run``, which owns the ordered lane's socket: no
 thread lies between the wire and the computation. Immediate handlers, roster announcements and
-cancellations have a socket and a thread of their own, heartbeats another one, so they work while a
-computation runs.
+cancellations share a separate socket and thread, and heartbeats have another one, so they work
+while a computation runs.
 """
 
 from __future__ import annotations
@@ -34,21 +34,24 @@ from realhf.transport.sockets import Waker, collect_versions, open_dealer, say_h
 _log = logging.getLogger(__name__)
 
 Handler = Callable[[Any], Any]
-"""Payload -> result, both plain data for msgpack."""
+"""Function from a payload to a result, both plain data for msgpack."""
 BYE_TIMEOUT_S = 2.0
-"""Seconds that a worker that leaves waits for the master's answer."""
+"""Seconds that a leaving worker waits for the master's answer."""
 LINGER_MS = 1000
-"""Milliseconds that closing a socket waits for unsent messages."""
+"""Milliseconds for which a closed socket still tries to send queued messages."""
 
 
 class RpcWorker:
     """Server of the master's calls in a worker process.
 
-    ordered: handlers that run one after the other, in the order of the master's calls. immediate:
-    handlers that run at any time on a thread of their own. An exception in a handler reaches the
-    caller as RemoteError, and the worker continues. on_roster: called with every new roster, on the
-    control lane's thread. leave_within_s: seconds after the master's bye within which the process
-    must end, or it is killed, for instance in a handler that hangs (None: no limit).
+    Args:
+        ordered: Handlers that run one after another, in the order of the master's calls.
+        immediate: Handlers that run at any time on a separate thread.
+        on_roster: Called with every new roster, on the control lane's thread.
+        leave_within_s: Seconds after the master's bye within which the process must end; otherwise
+            it is killed, for instance in a handler that hangs (None: no limit).
+
+    An exception in a handler reaches the caller as RemoteError, and the worker continues.
     """
 
     def __init__(
@@ -111,17 +114,18 @@ class RpcWorker:
 
     @property
     def roster(self) -> dict[str, WorkerInfo]:
-        """Workers announced by the master, by name; to a worker without services only those that
+        """Workers announced by the master, by name. A worker without services sees only those that
         have services."""
         return dict(self._roster)
 
     def is_running_call_cancelled(self) -> bool:
-        """Return whether the master has cancelled the ordered call that is running. Thread-safe."""
+        """Return whether the master has cancelled the ordered call that is being executed.
+        Thread-safe."""
         with self._begin_lock:
             return self._running is not None and self._running[0] == self._cancelled_running
 
     def stop(self) -> None:
-        """Make ``run`` return after the running handler. May be called from any thread or signal
+        """Make ``run`` return after the current handler. May be called from any thread or signal
         handler."""
         self._stopping.set()
         self._waker.wake()
@@ -197,7 +201,7 @@ class RpcWorker:
         return socket
 
     def _say_hello(self, socket: zmq.Socket[bytes], **fields: Any) -> dict[str, Any]:
-        """Connect, send hello and return the answer."""
+        """Connect, send a hello and return the master's answer."""
         hello = pack_header(
             "hello",
             self._run_id,
@@ -239,7 +243,7 @@ class RpcWorker:
     def _messages(
         self, socket: zmq.Socket[bytes], waker: Waker
     ) -> Iterator[tuple[dict[str, Any], list[bytes]]]:
-        """Yield header and payload of each message for this process until it stops."""
+        """Yield the header and payload of each message for this process until the worker stops."""
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(waker.fileno(), zmq.POLLIN)
@@ -345,8 +349,8 @@ class RpcWorker:
                 return
 
     def _accept(self, frames: list[bytes]) -> dict[str, Any] | None:
-        """Return the header of a message for this process. Count and log any other, and return
-        None."""
+        """Return the header of a message for this process. Any other message is counted and logged,
+        and None is returned."""
         try:
             header = unpack_header(frames[0])
             if header.get("run") != self._run_id or header.get("session") != self._session:

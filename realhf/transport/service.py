@@ -1,4 +1,4 @@
-"""Request-reply service: many clients, one server process, answers in any order.
+"""Request-reply service with one server process, many clients, and answers in any order.
 
 For calls from the master to its workers see ``realhf.transport.rpc_master``
 (docs/reference/dataflow.md 6 and 9). A message is a header (``kind`` request, ``id`` chosen by the
@@ -43,19 +43,19 @@ class ServiceRequest:
         self._answer = answer
 
     def reply(self, value: Any) -> None:
-        """Send ``value`` (msgpack-able) as the answer."""
+        """Send ``value`` (any value that msgpack can encode) as the answer."""
         self._answer("reply", value)
 
     def fail(self, error: BaseException) -> None:
-        """Answer with the type and the message of an error, up to 10 000 characters."""
+        """Answer with the type and message of an error, up to 10 000 characters."""
         self._answer("error", {"type": type(error).__name__, "message": str(error)[:10_000]})
 
 
 class Requests:
-    """Dispatcher of the messages of a listener to a request handler.
+    """Dispatcher of a listener's messages to a request handler.
 
-    handle: receives each request of run ``run_id``. send: (identity, header, payload) -> None sends
-    an answer. unpack: decodes the payload frames.
+    handle: Receives each request of run ``run_id``. send: Function (identity, header, payload) ->
+    None that sends an answer. unpack: Decodes the payload frames.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class Requests:
 
 
 class ServiceServer(Listener):
-    """Server with a thread of its own, on which ``handle(request)`` runs; it must not block.
+    """Server with its own thread, on which ``handle(request)`` runs; ``handle`` must not block.
 
-    ``failure`` is the exception that ended the thread, if one did.
+    ``failure`` is the exception that ended the thread, None if there was none.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class ServiceServer(Listener):
 
 
 class LoopServiceServer(LoopListener):
-    """Server on the running event loop: ``handle(request)`` runs on it, and every answer must be
-    given on it."""
+    """Server on the running event loop. ``handle(request)`` runs on the loop, and every answer must
+    be given on it."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ A = TypeVar("A", bound=Message)
 
 
 class ServiceError(TransportError):
-    """A refusal or failure of the server; ``kind`` is the type name of its error."""
+    """Error: the server refused a request or failed; ``kind`` is the type name of its error."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
@@ -150,12 +150,12 @@ class ServiceError(TransportError):
 class ServiceClient:
     """Client of one server. Belongs to the running loop.
 
-    peer: name of the server in error messages. client: name of this process for the server.
+    peer: Name of the server in error messages. client: Name of this process for the server.
 
     When the server dies, its requests fail at once with PeerLost, and so do later ones: create a
-    new client for its successor. The same holds for a server that refuses the keys of ``network``,
-    and for one on another host that is not reached within ``REACHED_WITHIN_S``. A ``lasting``
-    client connects again and repeats unanswered requests, so a server may receive a request twice.
+    new client for its successor. The same applies to a server that refuses the keys of ``network``,
+    and to one on another host that is not reached within ``REACHED_WITHIN_S``. A ``lasting`` client
+    reconnects and repeats unanswered requests, so a server may receive a request twice.
     """
 
     def __init__(
@@ -186,9 +186,9 @@ class ServiceClient:
         )
 
     def begin(self, method: str, *frames: Frame, **fields: Any) -> asyncio.Future[Any]:
-        """Send a request; return a future of its answer.
+        """Send a request; return a future for its answer.
 
-        frames: the payload, which must not change before the answer. fields: added to the header.
+        frames: The payload, which must not change before the answer. fields: Added to the header.
         The future fails with ServiceError or PeerLost. Raises PeerLost.
         """
         if self.lost or self._dealer.closed:
@@ -229,8 +229,8 @@ class ServiceClient:
             ) from None
 
     async def ask(self, call: Call[Q, A], request: Q, *, timeout_s: float) -> A:
-        """Send a typed request and return the typed answer. As ``request``; raises MessageError for
-        a malformed one."""
+        """Send a typed request and return the typed answer. Raises the errors of ``request``, and
+        MessageError for a malformed answer."""
         payload = call.pack(request)
         return call.unpack_answer(
             await self.request(call.name, payload, timeout_s=timeout_s), self._peer
@@ -265,8 +265,8 @@ class ServiceClient:
 
 
 class BlockingServiceClient:
-    """Thread-safe ``ServiceClient`` with an event loop of its own, for blocking code. Same
-    arguments and errors."""
+    """Thread-safe ``ServiceClient`` for blocking code, which runs its own event loop. It has the
+    same arguments and errors."""
 
     def __init__(
         self, endpoint: str, peer: str, client: str, run_id: str, network: Network = LOOPBACK
@@ -310,7 +310,8 @@ class BlockingServiceClient:
             self._loop.close()
 
     async def _shut_down(self) -> None:
-        """Fail the requests in flight, and let their callers see it, before the loop stops."""
+        """Fail the requests in flight, and let their callers see the errors, before the loop
+        stops."""
         self._client.close()
         requests = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*requests, return_exceptions=True)

@@ -40,14 +40,15 @@ PAGE = mmap.PAGESIZE
 
 @dataclass(frozen=True)
 class SegmentRef:
-    """Location of a filling of a segment, by which another process of the host can map it."""
+    """Location of the current contents of a segment, by which another process on the host can map
+    them."""
 
     pid: int
-    """Process of the producer."""
+    """Process id of the producer."""
     descriptor: int
-    """File descriptor in that process."""
+    """File descriptor of the segment in that process."""
     inode: int
-    """Inode of the memory file, which detects a descriptor that was reused."""
+    """Inode of the memory file, by which a reused descriptor is detected."""
     filling: int
     offsets: list[int]
     """Start of each buffer in the segment, in bytes."""
@@ -75,7 +76,7 @@ class SegmentRef:
 
 
 class Segment:
-    """Segment on the producer's side. Raises OSError if the system is out of memory."""
+    """Producer's side of a segment. Raises OSError if the system is out of memory."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = -(-capacity // PAGE) * PAGE
@@ -86,8 +87,8 @@ class Segment:
         fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
     def fill(self, buffers: Sequence[bytes | memoryview]) -> SegmentRef | None:
-        """Write new contents; return None if a consumer still reads the old ones. Raises
-        OSError."""
+        """Write new contents and return their location; return None if a consumer still reads the
+        old ones. Raises OSError."""
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         offsets, end = compute_offsets([view.nbytes for view in views])
         if end > self.capacity:
@@ -137,7 +138,7 @@ def compute_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 class SegmentPool:
-    """Segments in use, by name, and up to ``spare_bytes`` of released ones for reuse. Not
+    """Segments in use, by name, and up to ``spare_bytes`` of released segments for reuse. Not
     thread-safe."""
 
     def __init__(self, spare_bytes: int) -> None:
@@ -146,12 +147,13 @@ class SegmentPool:
         self._spare: list[Segment] = []
 
     def find(self, name: Any) -> SegmentRef | None:
-        """Return the location of the contents of this name; None if there are none."""
+        """Return the location of the contents with this name; None if there are none."""
         entry = self._used.get(name)
         return entry[1] if entry else None
 
     def store(self, name: Any, buffers: Sequence[bytes | memoryview]) -> SegmentRef | None:
-        """Copy buffers into a segment; return None if the system has no memory for one."""
+        """Copy buffers into a segment and return their location; None if the system has no memory
+        for one."""
         _, size = compute_offsets([memoryview(buffer).nbytes for buffer in buffers])
         # The smallest released segment that fits, if it is not much too large and no consumer reads
         # it.
@@ -176,7 +178,7 @@ class SegmentPool:
         return ref
 
     def release(self, name: Any) -> None:
-        """Release the contents of this name, and keep the segment for reuse."""
+        """Release the contents with this name, and keep the segment for reuse."""
         entry = self._used.pop(name, None)
         if entry is None:
             return
@@ -209,7 +211,7 @@ ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class MappingCache:
-    """Consumer's mappings of segments; up to ``idle_bytes`` of unused ones are kept.
+    """Consumer's mappings of segments. Up to ``idle_bytes`` of unused mappings are kept for reuse.
     Thread-safe."""
 
     def __init__(self, idle_bytes: int) -> None:
@@ -219,7 +221,8 @@ class MappingCache:
         self._lock = threading.RLock()
 
     def open(self, ref: SegmentRef) -> list[memoryview] | None:
-        """Map the buffers of a filling; return None if it cannot be opened or no longer exists.
+        """Map the buffers of a segment's contents; return None if the segment cannot be opened or
+        the contents no longer exist.
 
         Raises ProtocolError if the reference does not fit the segment.
         """
@@ -276,7 +279,7 @@ class MappingCache:
             os.close(descriptor)
 
     def _release(self, name: tuple[int, int], mapping: mmap.mmap, lock: int) -> None:
-        """Keep a mapping whose last tensor is gone for reuse; drop the oldest ones beyond
+        """Keep a mapping for reuse, because its last tensor is gone; drop the oldest ones beyond
         ``idle_bytes``."""
         os.close(lock)
         with self._lock:
@@ -311,12 +314,13 @@ def _is_unwritten(mapping: mmap.mmap) -> bool:
 
 
 KEPT_FROM_BYTES = 4 << 20
-"""Size from which memory is kept; the allocator reuses smaller blocks itself."""
+"""Size in bytes from which memory is kept for reuse; smaller blocks are reused by the allocator
+itself."""
 
 
 class TargetMemory:
-    """Receive memory; up to ``idle_bytes`` of unused memory are kept, which the kernel may reclaim.
-    Thread-safe."""
+    """Pool of receive memory. Up to ``idle_bytes`` of unused memory are kept, which the kernel may
+    reclaim. Thread-safe."""
 
     def __init__(self, idle_bytes: int) -> None:
         self._idle_bytes = idle_bytes

@@ -1,10 +1,10 @@
-"""ZeroMQ sockets of all protocols of a run: ROUTER listeners, DEALER clients, and the watch over
+"""ZeroMQ sockets of all protocols of a run: ROUTER listeners, DEALER clients, and the monitoring of
 handshakes.
 
 A message is a header (``envelope``) and further frames. A listener belongs to an event loop
-(``LoopListener``) or has a thread of its own (``Listener``). A client belongs to an event loop
-(``LoopDealer``), or is the plain socket of ``open_dealer`` for blocking code. Messages are limited in
-size before they are read, and malformed ones are dropped, counted and logged.
+(``LoopListener``) or has its own thread (``Listener``). A client belongs to an event loop
+(``LoopDealer``), or is the plain socket of ``open_dealer`` for blocking code. Messages are limited
+in size before they are read, and malformed ones are dropped, counted and logged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from realhf.transport.errors import NetworkError, OtherProtocol, ProtocolError, 
 from realhf.transport.network import Network
 
 REACHED_WITHIN_S = 8.0
-"""Seconds within which a listener must accept a connection: it listens before its endpoint is
+"""Seconds within which a listener must accept a connection. It already listens when its endpoint is
 announced."""
 FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -41,12 +41,11 @@ _EVENTS = FAILED | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _MECHANISM_MISMATCH = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 MAX_SILENT_REFUSALS = 3
-"""Number of handshakes that the listener ended without a reason after which it counts as
-refusing."""
+"""Number of handshakes that a listener may end without a reason before it counts as refusing."""
 
 
 def describe_refusal(event: int, value: int) -> str:
-    """Describe a failed handshake from the client's view; "" for any other event."""
+    """Return a description of a failed handshake from the client's view; "" for any other event."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return "refused the key of this process"
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MECHANISM_MISMATCH:
@@ -65,9 +64,9 @@ class HandshakeWatch:
     Create it before the socket connects, use it on the thread of the socket, and close it before
     the socket.
 
-    ends: also observe the end of a connection; a refused TCP connection counts as one, since a
-    listener listens before its endpoint is announced. ``handshakes`` counts the successful
-    handshakes.
+    ends: Whether to observe the end of a connection as well; a refused TCP connection counts as
+    one, because a listener listens before its endpoint is announced. ``handshakes`` counts the
+    successful handshakes.
     """
 
     def __init__(self, socket: zmq.Socket[Any], *, ends: bool = False) -> None:
@@ -80,7 +79,7 @@ class HandshakeWatch:
 
     @property
     def refusal(self) -> str:
-        """Reason why the listener refuses this process; "" while it may still accept."""
+        """Reason why the listener refuses this process; "" as long as it may still accept."""
         return (
             self.reason
             if self._silent_refusals == 0 or self._silent_refusals >= MAX_SILENT_REFUSALS
@@ -120,14 +119,14 @@ def describe_unreached() -> str:
 
 def collect_versions() -> dict[str, str]:
     """Return the versions that must be equal in all processes of a run: package, Python
-    (major.minor), protocol."""
+    (major.minor) and protocol."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return {"realhf": realhf.__version__, "Python": python, "protocol": str(PROTOCOL)}
 
 
 def describe_version_differences(theirs: Any, host: str) -> str:
-    """Describe how the versions of a process on ``host`` differ from those of this one; "" if they
-    do not."""
+    """Return how the versions of a process on ``host`` differ from those of this one; "" if they do
+    not."""
     own = collect_versions()
     own_host = os.uname().nodename
     their_versions = theirs if isinstance(theirs, dict) else {}
@@ -143,24 +142,25 @@ def describe_version_differences(theirs: Any, host: str) -> str:
 
 _log = logging.getLogger(__name__)
 MAX_MESSAGES_AT_ONCE = 256
-"""Number of messages after which a thread does its other work: peers may send faster than it
-reads."""
+"""Number of messages after which a thread attends to its other work, because peers may send faster
+than it reads."""
 CLOSE_S = 10.0
-"""Seconds that ``Listener.close`` waits for the thread."""
+"""Seconds that ``Listener.close`` waits for the thread to end."""
 LINGER_MS = 500
-"""Milliseconds that closing a socket waits for unsent messages."""
+"""Milliseconds for which a closed socket still tries to send queued messages."""
 Frame = bytes | memoryview
 TakeMessage = Callable[[bytes, dict[str, Any], list[Any]], None]
-"""(identity of the sender, header, frames after the header) -> None. Raises ProtocolError for a bad
-message."""
+"""Function (identity of the sender, header, frames after the header) -> None. Raises ProtocolError
+for a bad message."""
 Listen = Callable[[zmq.Socket[Any]], str]
-"""Binds a socket and returns its endpoint."""
+"""Function that binds a socket and returns its endpoint."""
 
 
 class Waker:
     """Pipe that wakes a poller.
 
-    ``wake``, called from any thread or signal handler, makes ``fileno()`` readable until ``clear``.
+    ``wake``, called from any thread or signal handler, makes ``fileno()`` readable until ``clear``
+    is called.
     """
 
     def __init__(self) -> None:
@@ -201,8 +201,8 @@ def open_dealer(
 ) -> zmq.Socket[bytes]:
     """Open a client socket.
 
-    most_bytes: larger frames end the connection. ahead: messages queued for a peer that does not
-    read (0: unlimited).
+    most_bytes: Maximum frame size; a larger frame ends the connection. ahead: Maximum number of
+    messages queued for a peer that does not read (0: unlimited).
     """
     return _set_limits(context.socket(zmq.DEALER), linger_ms, most_bytes, ahead)
 
@@ -236,7 +236,7 @@ def _has_message(socket: zmq.Socket[bytes]) -> bool:
     """Return whether a message can be received.
 
     The descriptor of a ZeroMQ socket is edge-triggered, and sending may consume the edge of an
-    arrival: an event loop must call this after each send.
+    arrival, so an event loop must call this after each send.
     """
     return bool(socket.getsockopt(_EVENTS_OPTION) & _IN)  # pyright: ignore[reportOperatorIssue]
 
@@ -244,8 +244,8 @@ def _has_message(socket: zmq.Socket[bytes]) -> bool:
 class _Router:
     """ROUTER socket that passes each message to ``take``.
 
-    other: receives messages of another protocol version, which are dropped as well. owned: close
-    the context with the listener.
+    other: Receives messages of another protocol version, which are then dropped. owned: Whether to
+    close the context with the listener.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class _Router:
             raise
 
     def drop(self, reason: str) -> None:
-        """Count a malformed message, and log the 1st, 2nd, 4th, ... of them."""
+        """Count a malformed message; log the 1st, 2nd, 4th, ... of them."""
         self.dropped_messages += 1
         if self.dropped_messages & (self.dropped_messages - 1) == 0:
             _log.warning("%s dropped message %d: %s", self._name, self.dropped_messages, reason)
@@ -296,8 +296,8 @@ class _Router:
 
 
 class LoopListener(_Router):
-    """Listener on the running event loop, on which all methods must be called. Closes its
-    context."""
+    """Listener on the running event loop, on which all methods must be called. It closes its
+    context at the end."""
 
     def __init__(
         self,
@@ -327,7 +327,7 @@ class LoopListener(_Router):
             self._loop.call_soon(self.drain)
 
     def drain(self) -> None:
-        """Take all that has arrived."""
+        """Take all messages that have arrived."""
         while not self._closed:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -352,15 +352,19 @@ class LoopListener(_Router):
 
 
 class Listener(_Router):
-    """Listener on a thread of its own, which ``start`` begins.
+    """Listener with its own thread, which ``start`` starts.
 
-    after: called on the thread when messages have been taken, at least every ``every_s`` seconds if
-    given, when a descriptor of ``also`` (set before ``start``) is readable, and at the end. An
-    exception in it or in ``take`` ends the listener and is kept in ``failure``. copy: pass frames
-    as bytes instead of buffers. keyed: set ``sender_key`` to the sender's key (Z85) while a message
-    is taken; needs ``copy=False``.
+    Args:
+        after: Called on the thread when messages have been taken, at least every ``every_s``
+            seconds if given, when a descriptor of ``also`` (set before ``start``) is readable, and
+            at the end. An exception in it or in ``take`` ends the listener and is kept in
+            ``failure``.
+        copy: Whether to pass frames as bytes instead of buffers.
+        keyed: Whether to set ``sender_key`` to the sender's key (Z85) while a message is taken;
+            needs ``copy=False``.
 
-    ``drained``: no message that arrived before this call of ``after`` is waiting.
+    ``drained`` tells ``after`` whether all messages that had arrived before this call of it have
+    been taken.
     """
 
     def __init__(
@@ -397,8 +401,8 @@ class Listener(_Router):
         self._thread.start()
 
     def send(self, identity: bytes, *frames: Frame) -> None:
-        """Queue a message, which is sent after the messages that have arrived are taken, so that
-        several messages wake a peer once. Thread-safe. Failures are logged."""
+        """Queue a message. It is sent once the messages that have arrived are taken, so that
+        several messages wake a peer only once. Thread-safe. Failures are logged."""
         self._outgoing.append((identity, frames))
         if threading.get_ident() != self._thread.ident:
             self._waker.wake()
@@ -504,11 +508,13 @@ _RECONNECT_OPTIONS = (
 class LoopDealer:
     """Client of one listener of the run. Belongs to the running event loop.
 
-    take: (header, frames) -> None receives each message. lost: (reason) -> None is called if the
-    listener refuses the keys of ``network`` or, on another host, is not reached within
-    ``REACHED_WITHIN_S``; without ``connected`` also when the connection ends. connected: if given,
-    a connection that ends is opened again, and this is called for each connection; messages sent
-    before may be lost.
+    Args:
+        take: Function (header, frames) -> None that receives each message.
+        lost: Function (reason) -> None that is called when the listener refuses the keys of
+            ``network``, when a listener on another host is not reached within ``REACHED_WITHIN_S``,
+            and, if ``connected`` is not given, when the connection ends.
+        connected: If given, a connection that ends is opened again, and this function is called for
+            each connection. Messages sent before may be lost.
 
     Raises NetworkError for an endpoint that must not be connected to.
     """
@@ -560,7 +566,7 @@ class LoopDealer:
             self._loop.call_soon(self.drain)
 
     def drain(self) -> None:
-        """Take all that has arrived."""
+        """Take all messages that have arrived."""
         while not self.closed:
             try:
                 header, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -618,11 +624,11 @@ def say_hello(
     name: str,
     timeout_s: float,
 ) -> list[bytes]:
-    """Connect ``socket`` to the master, send ``hello`` for worker ``name``; return the frames of
+    """Connect ``socket`` to the master and send ``hello`` for worker ``name``; return the frames of
     the answer.
 
-    Raises RpcTimeout without an answer within ``timeout_s`` seconds. In a network with keys raises
-    NetworkError as soon as the master refuses them, or if it is not reached within
+    Raises RpcTimeout if there is no answer within ``timeout_s`` seconds. In a network with keys,
+    raises NetworkError as soon as the master refuses them, or if it is not reached within
     ``REACHED_WITHIN_S``.
     """
     watch = HandshakeWatch(socket) if network.protected else None
@@ -671,7 +677,7 @@ def _wait_for_answer(
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the limit of open descriptors to the hard limit (``ulimit -Hn``); return it.
+    """Raise the limit on open file descriptors to the hard limit (``ulimit -Hn``); return it.
 
     The usual soft limit of 1,024 exists for programs that use select(2); a few hundred workers
     exceed it.

@@ -15,7 +15,7 @@ from realhf.transport.errors import DataMissing, DuplicateDataError
 
 @dataclass(frozen=True, slots=True)
 class _StoredSample:
-    """Location of the values that one put stored of one sample, shared by its keys."""
+    """Location of the values that one ``put`` stored for one sample, shared by its keys."""
 
     batch: SequenceSample
     position: int
@@ -42,9 +42,10 @@ class TensorStore:
     def put(self, sample: SequenceSample, producer: str = "") -> None:
         """Store the tensors of a batch.
 
-        producer: id of the call that produced them. Raises DuplicateDataError, and stores nothing,
-        if a value exists already, unless the same non-empty ``producer`` stored it: that value is
-        kept, and the others are stored. Raises ValueError for a metadata-only sample.
+        producer: Id of the call that produced them. Raises DuplicateDataError, and stores nothing,
+        if a value already exists, unless it was stored by the same non-empty ``producer``. In that
+        case the existing value is kept, and the others are stored. Raises ValueError for a
+        metadata-only sample.
         """
         if sample.data is None:
             raise ValueError("only samples with data can be stored")
@@ -72,7 +73,7 @@ class TensorStore:
 
     def get(self, ids: Sequence[str], keys: Iterable[str]) -> SequenceSample:
         """Return the values of these keys for these ids, in the order of the ids. Raises
-        DataMissing with the list."""
+        DataMissing with the list of missing values."""
         names = sorted(set(keys))
         with self._lock:
             missing = self._missing(ids, names)
@@ -113,7 +114,7 @@ class TensorStore:
         return freed
 
     def discard(self, sample_id: str, producer: str) -> None:
-        """Remove the values that ``producer`` stored of this sample. Listeners are not called."""
+        """Remove the values of this sample that ``producer`` stored. Listeners are not called."""
         with self._lock:
             entries = self._entries.get(sample_id, {})
             for key in [key for key, entry in entries.items() if entry.producer == producer]:
@@ -144,7 +145,7 @@ class TensorStore:
 
 
 def _value_sizes(sample: SequenceSample) -> dict[str, list[int]]:
-    """Return the bytes of each sample's value, by key, in the order of the ids."""
+    """Return the size in bytes of each sample's value, by key, in the order of the ids."""
     trailing = sample.trailing_shapes
     rows: dict[int, list[int]] = {}
     out = {}
@@ -158,8 +159,8 @@ def _value_sizes(sample: SequenceSample) -> dict[str, list[int]]:
 
 
 def _assemble(keys: Sequence[str], entries: Sequence[_StoredSample]) -> SequenceSample:
-    """Build a sample with these keys of these entries, in order. Adjacent entries of one batch are
-    cut out together."""
+    """Build a sample from these keys of these entries, in order. Adjacent entries of one batch are
+    sliced together."""
     parts: list[SequenceSample] = []
     for _, group in groupby(entries, key=lambda entry: id(entry.batch)):
         run = list(group)

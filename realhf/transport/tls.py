@@ -15,9 +15,9 @@ from realhf.transport.errors import NetworkError
 from realhf.transport.network import RunKeys
 
 _READY = b"+"
-"""First byte of a listener: it accepts the caller's certificate. Without it a TLS 1.3 caller would
-take the handshake for complete, and learn of a refusal only from a later read or, after a reset,
-not at all."""
+"""First byte that a listener sends, to confirm that it accepts the caller's certificate. Without it
+a TLS 1.3 caller would take the handshake for complete, and learn of a refusal only from a later
+read or, after a reset, not at all."""
 
 
 class RunTls:
@@ -82,8 +82,8 @@ class RunTls:
 
 
 def _make_context(keys: RunKeys, protocol: int) -> ssl.SSLContext:
-    """Build a context that shows the run's certificate and trusts no other. Raises NetworkError if
-    it is unusable."""
+    """Build a context that presents the run's certificate and trusts no other. Raises NetworkError
+    if the certificate is unusable."""
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 class WeightsError(TransportError):
-    """Weights that did not arrive, or do not match their manifest. No tensor was returned."""
+    """Error: weights did not arrive, or do not match their manifest. No tensor was returned."""
 
     def __init__(self, manifest: WeightsManifest, reason: str) -> None:
         super().__init__(f"weights version {manifest.version} by {manifest.medium}: {reason}")
@@ -67,12 +67,11 @@ class WeightsError(TransportError):
 
 
 class WeightsGone(WeightsError):
-    """A version that its publisher has retired, or whose publisher has ended. The newest manifest
-    may work."""
+    """Error: the publisher has retired the version or has ended. The newest manifest may work."""
 
 
 class WeightsTimeout(WeightsError, TimeoutError):
-    """Weights that were not complete by the deadline."""
+    """Error: weights were not complete by the deadline."""
 
 
 ALIGNMENT = 64
@@ -83,9 +82,9 @@ Buffer = np.ndarray[Any, np.dtype[np.uint8]]
 def compute_layout(
     tensors: Mapping[str, Tensor], known: Mapping[str, str] = {}
 ) -> tuple[tuple[TensorSlot, ...], int]:
-    """Compute where each tensor lies in a buffer, in the given order, and its digest.
+    """Compute the location of each tensor in a buffer, in the given order, and its digest.
 
-    known: digests of tensors that have not changed, which are not computed again. Returns the slots
+    known: Digests of tensors that have not changed, which are not computed again. Returns the slots
     and the size of the buffer in bytes, at least ALIGNMENT. Raises ValueError for a dtype without a
     tag, and for the one name that safetensors files reserve.
     """
@@ -110,10 +109,10 @@ def pack(tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], buffer: B
 
 
 def unpack(manifest: WeightsManifest, buffer: Buffer) -> dict[str, Tensor]:
-    """Return tensors by name as views of a buffer, which they keep alive.
+    """Return the tensors by name, as views of a buffer, which they keep alive.
 
     Raises WeightsError if the size or the checksum differs from the manifest. The checksum of a
-    sealed memory file is not computed, since nothing can have changed the bytes.
+    sealed memory file is not computed, because its bytes cannot have changed.
     """
     if len(buffer) != manifest.nbytes:
         raise WeightsError(manifest, f"{len(buffer)} bytes, the manifest says {manifest.nbytes}")
@@ -130,7 +129,8 @@ def checksum(buffer: Buffer) -> str:
 
 
 def check_manifest(manifest: WeightsManifest) -> None:
-    """Raise WeightsError if slots are inconsistent in themselves or with the size of the buffer."""
+    """Raise WeightsError if the slots are inconsistent with each other or with the size of the
+    buffer."""
     if manifest.version < 0 or manifest.nbytes < ALIGNMENT:
         raise WeightsError(manifest, f"a manifest of {manifest.nbytes} bytes")
     end = 0
@@ -173,7 +173,8 @@ def _views(slots: tuple[TensorSlot, ...], buffer: Buffer) -> list[Tensor]:
 
 
 class MemoryFile:
-    """Sealed memory file of one version. Raises OSError if the system is out of memory."""
+    """Sealed memory file with one version's weights. Raises OSError if the system is out of
+    memory."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], nbytes: int
@@ -263,20 +264,20 @@ SAFETENSORS_NAMES = {
     "f32": "F32",
     "f64": "F64",
 }
-"""Names of dtypes in safetensors files, by our tags."""
+"""Name of each dtype in safetensors files, by our dtype tag."""
 MAX_HEADER_BYTES = 100_000_000
-"""Largest header that the safetensors format allows."""
+"""Maximum size in bytes of a header in the safetensors format."""
 NAME = re.compile(
     r"(?P<owner>.+)\.(?P<host>[0-9a-f]{8})\.(?P<pid>\d+)\.(?P<started>\d+)\.v\d+\.[0-9a-f]{8}"
     r"\.safetensors(\.partial)?"
 )
-"""File name of a version: owner (run and worker), digest of the host, process, version,
+"""File name pattern of a version: owner (run and worker), digest of the host, process, version,
 checksum."""
 
 
 class WeightFile:
-    """Safetensors file of one version. Raises OSError if it cannot be written; then no part of it
-    remains."""
+    """Safetensors file with one version's weights. Raises OSError if it cannot be written; no part
+    of it remains then."""
 
     def __init__(
         self, folder: Path, stem: str, version: int, slots: tuple[TensorSlot, ...], buffer: Buffer
@@ -293,7 +294,7 @@ class WeightFile:
 
 
 def file_stem(run_id: str, worker: str) -> str:
-    """Return the prefix of the names of this process's files."""
+    """Return the prefix of the names of the files that this process writes."""
     return f"{_owner(run_id, worker)}.{_host_digest()}.{os.getpid()}.{start_time(os.getpid())}"
 
 
@@ -393,9 +394,9 @@ def _tensor_range(
 
 
 BASE_S = 10.0
-"""Seconds that a transfer of any size may take."""
+"""Seconds that a transfer may take in addition to the time for its bytes."""
 SLOWEST_BYTES_PER_S = 20e6
-"""Rate below which a transfer counts as stuck."""
+"""Transfer rate in bytes per second below which a transfer counts as stuck."""
 
 
 def compute_transfer_timeout_s(nbytes: int) -> float:
@@ -412,14 +413,14 @@ def compute_staging_s(nbytes: int) -> float:
 
 
 GONE = "no longer holds it"
-"""Part of a server's message about a version that was retired (``realhf.transport.bulk``)."""
+"""Part of a server's error message about a retired version (``realhf.transport.bulk``)."""
 TICKET_BYTES = 16
 """Size of the random number by which a version is requested."""
 MAX_CONNECTIONS = 1024
 """Maximum number of connections to a publisher. Each engine opens ``LANES``, all at the same
 time."""
 MAX_ATTEMPTS = 20
-"""Attempts to fetch a piece."""
+"""Maximum number of attempts to fetch a piece."""
 PAUSE_S = (0.05, 0.3)
 """Range of the random pause between attempts, in seconds."""
 
@@ -431,7 +432,8 @@ def _tls(network: Network) -> RunTls | None:
 class WeightServer:
     """Server of weights in pieces. ``buffers`` maps tickets to buffers.
 
-    Encrypted if the run has keys. Raises DataError if the address cannot be listened on.
+    Connections are encrypted if the run has keys. Raises DataError if the server cannot listen on
+    the address.
     """
 
     def __init__(self, network: Network) -> None:
@@ -462,7 +464,7 @@ class WeightServer:
 
 
 class ServedVersion:
-    """A version that a WeightServer serves. The buffer must not be changed any more."""
+    """A version that a WeightServer serves. Its buffer must not be changed any more."""
 
     def __init__(self, server: WeightServer, buffer: Buffer) -> None:
         self.checksum = checksum(buffer)
@@ -542,16 +544,17 @@ def read_served(manifest: WeightsManifest, timeout_s: float, network: Network) -
 
 
 KEPT_VERSIONS = 2
-"""Versions that a publisher keeps; older ones are retired."""
+"""Number of versions that a publisher keeps; older ones are retired."""
 Medium = Literal["shm", "disk", "fetch"]
 _Storage = MemoryFile | WeightFile | ServedVersion
 
 
 class WeightPublisher:
-    """Publisher of the versions of one policy. It keeps the last two; each is complete or absent.
+    """Publisher of one policy's weight versions. It keeps the last two; each is either complete or
+    absent.
 
     Medium ``shm`` reaches the processes of this host, ``disk`` every host that has ``folder`` under
-    the same path (no other medium uses it), ``fetch`` every process of the run that reaches
+    the same path (no other medium uses ``folder``), ``fetch`` every process of the run that reaches
     ``network``. Not thread-safe. Raises ValueError for an unknown medium.
     """
 
@@ -578,8 +581,8 @@ class WeightPublisher:
 
     @property
     def latest(self) -> WeightsManifest | None:
-        """Manifest of the newest available version, which a worker that joins late needs; None
-        without one."""
+        """Manifest of the newest available version, for a worker that joins late; None if there is
+        none."""
         return self._versions[max(self._versions)][1] if self._versions else None
 
     def publish(
@@ -593,10 +596,10 @@ class WeightPublisher:
         """Copy tensors (any device, any strides) and make them available; retire all but the last
         two versions.
 
-        trial: step of the self-test, which replaces the last version; only ``changed`` tensors
-        differ from it. Raises ValueError if the version is not above the last one (in a trial:
-        below it), or if a tensor cannot be sent, and OSError if the medium is full. Then nothing is
-        published.
+        trial: Step of the self-test, which replaces the last version; only ``changed`` tensors
+        differ from it. Raises ValueError if the version is not above the last one (in a trial: is
+        below it), or if a tensor cannot be sent, and OSError if the medium is full. Nothing is
+        published then.
         """
         if version < self._last + (not trial):
             raise ValueError(f"weights version {version} after version {self._last}")
@@ -635,8 +638,8 @@ class WeightPublisher:
         return ServedVersion(self._server, buffer)
 
     def retire(self, version: int) -> None:
-        """Stop serving a version; receivers that are reading it finish. Unknown versions are
-        ignored."""
+        """Stop serving a version. Receivers that are already reading it can finish. Unknown
+        versions are ignored."""
         published, _ = self._versions.pop(version, (None, None))
         if published is not None:
             published.close()
@@ -657,9 +660,9 @@ def receive(
     checksum).
 
     They share memory with no other process, so writing to them is safe. Medium ``fetch`` uses the
-    keys of ``network``; ``timeout_s`` limits the seconds without any progress, and adds to the
-    limit of the whole transfer. Raises WeightsGone if the version is no longer available,
-    WeightsTimeout, and WeightsError if the weights or the manifest are damaged.
+    keys of ``network``. ``timeout_s`` is the maximum number of seconds without progress, and is
+    added to the limit for the whole transfer. Raises WeightsGone if the version is no longer
+    available, WeightsTimeout, and WeightsError if the weights or the manifest are damaged.
     """
     check_manifest(manifest)
     if manifest.medium == "shm":

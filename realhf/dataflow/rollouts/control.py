@@ -186,8 +186,8 @@ class RolloutControl:
         self._n_flat = 0
         self._flat: list[SampleResult] = []
         self.flat_of_step: list[SampleResult] = []
-        """Results of samples without signal that were dropped since the step before the last
-        one."""
+        """Results of samples without signal that were dropped between the recording of the last two
+        steps."""
         self.flat_trained = 0
         """Number of samples without signal among those trained in the last step."""
         self.lost_attempts = 0

@@ -89,8 +89,8 @@ class EvaluationQueue:
     async def play(self, parts: Sequence[EvaluationPart]) -> dict[bool, list[EpisodeResult]]:
         """Queue all shares and wait until workers have played them.
 
-        Returns the results by whether they are greedy, in the order of the shares. Raises
-        EvaluationFailed when one share fails too often.
+        Returns a dict from ``greedy`` (True or False) to the results of those shares, in order.
+        Raises EvaluationFailed when one share fails too often.
         """
         assert self._done is None, "one evaluation at a time"
         self._done = asyncio.get_running_loop().create_future()
