@@ -124,7 +124,7 @@ class FunctionExecutor:
         self._tasks: Mapping[str, asyncio.Task[list[CallReport]]] = {}
         self._settling = False
 
-    # ---- life
+    # ---- life cycle
 
     async def __aenter__(self) -> FunctionExecutor:
         self.start()

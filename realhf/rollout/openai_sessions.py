@@ -496,7 +496,7 @@ class OpenAiSession:
             limits = [self.find_limit(inner) for inner in error.exceptions]
             return limits[-1] if all(limits) else ""
         text = f"{error} {getattr(error, 'url', '')} "
-        # of any HTTP client; the body may be unread or no text
+        # of any HTTP client; the body may not have been read, or may not be text
         with contextlib.suppress(Exception):
             text += str(error.response.text)  # type: ignore[attr-defined]
         for words, status in self.ledger.refusals.items():

@@ -259,7 +259,7 @@ class RolloutLoop:
         except (
             ProtocolError,
             TimeoutError,
-        ) as error:  # too large for the wire, or the trainer takes nothing
+        ) as error:  # too large for the wire format, or the trainer accepts no samples
             _log.error("sample %s was not sent: %s", lease.id, error)
             await self._report_failure(lease, SAMPLE_REJECTED, f"{type(error).__name__}: {error}")
         else:

@@ -390,7 +390,7 @@ class FsdpEngine(GroupEngine):
         are not the tensors that the optimizer and checkpoints use."""
         cast(FSDPModule, self._whole).reshard()
 
-    # ---- whole weights
+    # ---- full weights
 
     def gather(self, here: bool = True) -> None:
         """Gather the full weights on the ranks that need them (``here``), until the next train

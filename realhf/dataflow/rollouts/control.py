@@ -564,7 +564,7 @@ class RolloutControl:
             "refused": self.refused,
         }
 
-    # ---- life
+    # ---- life cycle
 
     def restore(
         self,
