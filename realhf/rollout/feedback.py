@@ -126,7 +126,7 @@ def _is_error(turn: PlayedTurn) -> bool:
 
 
 def _append_text(opening: Sequence[ChatMessage], text: str) -> list[ChatMessage]:
-    """Return the messages with a text appended to the last user message."""
+    """Return the messages with ``text`` appended to the last user message."""
     last = max(
         (n for n, message in enumerate(opening) if message.get("role") == "user"),
         default=len(opening) - 1,

@@ -2,10 +2,10 @@
 
 Frame 0 is a msgpack header ``{fmt, ids, metadata, keys: [{k, dtype, trailing, lens_frame,
 lens_offset, sequences, frame, offset, nbytes}]}``; a metadata-only sample has no ``frame``. Lengths
-travel as int64 (values, then sample offsets). Tensors are raw little-endian bytes: those of 4 KiB
-and more in a frame of their own without a copy, all other buffers share frame 1 at 64-byte steps.
+are sent as int64 (values, then sample offsets). Tensors are raw little-endian bytes: those of 4 KiB
+and more in separate frames without a copy; all other buffers share frame 1 at 64-byte steps.
 Dtypes are never converted. Metadata that would make the header large (transcripts) goes into a
-frame of its own, ``metadata_frame``: a msgpack map of columns. The reader knows the number of
+separate frame, ``metadata_frame``: a msgpack map of columns. The reader knows the number of
 samples, so it never allocates more objects than the frame has bytes for.
 """
 

@@ -43,7 +43,7 @@ _STEP_TOKENS = {"cpu": 256}
 is still completed. The bound lets running turns sample tokens while new turns, or all turns after a
 weight update, compute their prefixes."""
 _STEP_TOKENS_DEFAULT = 8192
-"""The same for all other device types."""
+"""Maximum number of missing tokens that a step computes on all other device types."""
 _IDLE_FRACTION = 0.25
 """Idle rows between active ones, per active row, from which rows are compacted. Idle rows are
 computed too; a copy costs as much as computing an idle row in ten steps."""

@@ -1,4 +1,4 @@
-"""Batch generation inside of the training process, for any causal language model of transformers.
+"""Batch generation inside the training process, for any causal language model of transformers.
 
 Every request names a *slot*, whose keys and values are kept between calls. The engine reuses them
 as far as the cached tokens match the request's prefix, computes the other tokens of all rows

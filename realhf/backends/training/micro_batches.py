@@ -213,7 +213,7 @@ def _split_passes(
 def _split_by_mask(rows: list[PackedRow]) -> tuple[list[PackedRow], list[PackedRow]]:
     """Split rows into those that need an attention mask and those that do not.
 
-    If the latter are too few for their own passes, all rows are returned together.
+    If too few rows need no mask to form separate passes, all rows are returned together.
     """
     plain = [row for row in rows if row.is_single]
     shared = [row for row in rows if not row.is_single]

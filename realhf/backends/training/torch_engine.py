@@ -442,7 +442,7 @@ class TorchEngine:
         )
 
     def _check_tokens(self, sample: SequenceSample) -> None:
-        """Raise ValueError for a token outside of the vocabulary, which would end the process on a
+        """Raise ValueError for a token outside the vocabulary, which would end the process on a
         GPU."""
         size = int(self.model.config.get_text_config().vocab_size)
         ids = sample["packed_input_ids"]

@@ -1,8 +1,8 @@
 """Audit of a journal: was any sample lost, was any trained twice?
 
 ``python -m realhf.dataflow.journal.audit FOLDER`` prints the tally as JSON; its status is 1 if
-there is an error. The audit follows each sample with code of its own, independent of the code with
-which a run recovers. With the archive of the removed segments (``Journal.open(..., archive=True)``)
+there is an error. The audit tracks each sample with separate code, independent of the code with which
+a run recovers. With the archive of the removed segments (``Journal.open(..., archive=True)``)
 it covers the whole run, otherwise the time since the last snapshot.
 
 Source: docs/reference/dataflow.md 9, "Journal".

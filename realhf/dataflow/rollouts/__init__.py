@@ -7,7 +7,7 @@
     │           <= (eta + v + 1) * B  │    │    │    generation workers                   │    │
     └─────────────────────────────────┼────┼────┼─────────────────────────────────────────┼────┘
                              1. lease │    │    └── 5. WeightUpdates ◄────────────────┐    │ 4. calls
-                                      ▼    │ 3. arrived (on the disk: ack)            │    ▼
+                                      ▼    │ 3. arrived (on disk: ack)                │    ▼
     env server ◄── commands ── rollout worker ── 2. finished sample ──► stream ──► model worker
                                   │      ▲                          (payload log)      │
                            prefix ▼      │ tokens                                       │ version k + 1
@@ -31,15 +31,15 @@ The path of a sample:
 The loops:
 
 - **Idle player.** Produces finished samples; waits for a lease; unblocked by capacity. It asks
-  again every 10 s, and an empty answer means stop.
+  again every 10 s; an empty answer tells it to stop.
 - **Admission.** Produces leases; waits for capacity; unblocked by a new version or the end of a
-  sample in play. It has no deadline of its own.
-- **Sample in play.** Produces a staged sample; waits for tokens, commands and room in the stream;
-  ends with its result or after ``async_rl.rollout_deadline_s``. 30 s later the master takes it
-  back.
+  sample being played. It has no separate deadline.
+- **Sample being played.** Produces a staged sample; waits for tokens, commands and room in the
+  stream; ends with its result or after ``async_rl.rollout_deadline_s``. 30 s later the master takes
+  it back.
 - **Step k.** Produces new weights; waits for B samples that the gate releases; unblocked by
-  arrivals. It has no deadline while samples are in play or weights are being loaded; otherwise the
-  executor's stall limit ends the run.
+  arrivals. It has no deadline while samples are being played or weights are being loaded; otherwise
+  the executor's stall limit ends the run.
 - **Publication of version k + 1.** Produces a weight version; waits until every listed generation
   worker has loaded version k; unblocked by their answers. A worker that fails or exceeds
   ``rpc.call_timeout_s`` is dismissed, and a successor joins.
@@ -47,7 +47,7 @@ The loops:
   samples on pinned weights (``HeldOutEvaluations``); unblocked by the rollout workers' answers.
   Only the next evaluation, a checkpoint and the end of the run wait for it, and, where an engine
   cannot keep two versions, the next publication.
-- **End of the run** (``AsyncRollouts.pause``). Waits for every sample in play, at most
+- **End of the run** (``AsyncRollouts.drain``). Waits for every sample being played, at most
   ``async_rl.rollout_deadline_s`` + 120 s.
 
 So the oldest token of a trained sequence is at most ``eta`` versions behind, and with ``eta`` = 0
