@@ -53,9 +53,9 @@ class FunctionExecutor:
     """Executor of the dataflow graph; owns the buffer, the storage map, the calls and the loader.
 
     ``workers`` maps a model role to the names of its workers, ``parallel`` to how these workers
-    train together; ``numbers`` numbers their group calls. ``make_loader`` and ``results`` are those
-    of a ``StepSource``. ``endpoints`` (kind -> addresses) is passed to every call. Timeouts are in
-    seconds; ``stall_fail_s=0`` disables the stall limit.
+    train together; ``numbers`` provides the numbers of their group calls. ``make_loader`` and
+    ``results`` are those of a ``StepSource``. ``endpoints`` (kind -> addresses) is passed to every
+    call. Timeouts are in seconds; ``stall_fail_s=0`` disables the stall limit.
 
     Loading continues for the whole run, one step at a time: the samples of step k + 1 are drawn
     after the results of step k were recorded, so that a curriculum always sees the same results in

@@ -243,9 +243,9 @@ class ModelFunctionCall:
     """Runner of one ``MFCDef`` on ``workers``.
 
     Training and evaluation run on a single worker, or on the number of workers in ``parallel``
-    (ValueError otherwise). ``numbers`` numbers the group calls of a run. With ``mfc.resample``,
-    ``load_more(step, n)`` returns further samples, and ``on_dropped(step, [(birth, result), ...])``
-    is called with the samples that they replace.
+    (ValueError otherwise). ``numbers`` provides the numbers of the run's group calls. With
+    ``mfc.resample``, ``load_more(step, n)`` returns further samples, and ``on_dropped(step,
+    [(birth, result), ...])`` is called with the samples that they replace.
     """
 
     def __init__(

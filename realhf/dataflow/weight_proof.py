@@ -98,8 +98,8 @@ changed weights, as a fraction of the mean difference that the change makes for 
 rounding gives a few hundredths; an engine that computes with a wrong matrix gives about 1."""
 MAX_DISTANCE_AFTER_RESTORE = 0.01
 """Maximum mean difference between the engine's log-probabilities before the change and after the
-restoration, as a fraction of the same number. It is not 0 because some engines are not
-deterministic."""
+restoration, as a fraction of the mean difference that the change makes for the trainer. It is not 0
+because some engines are not deterministic."""
 
 
 class WrongWeights(RuntimeError):
@@ -244,8 +244,8 @@ class WeightRecord:
             self._path.open("a").write("\n")  # the process was killed while it wrote the last line
 
     def record_published(self, manifest: WeightsManifest) -> None:
-        """Record the publication of a version. Repeating the last one, as the self-test does, is
-        not recorded again."""
+        """Record the publication of a version. A repetition of the last version, as in the
+        self-test, is not recorded."""
         if (manifest.version, manifest.digest) == self._last:
             return
         self._last = (manifest.version, manifest.digest)

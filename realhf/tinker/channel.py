@@ -42,7 +42,7 @@ class ComputeOptions(Message, frozen=True):
 
 
 class Create(Message, frozen=True, tag=True):
-    """Create a model with new adapters, or load a saved one."""
+    """Job: create a model with new adapters, or load a saved one."""
 
     model: str
     """Id of the model."""
@@ -65,7 +65,7 @@ class Create(Message, frozen=True, tag=True):
 
 
 class Forward(Message, frozen=True, tag=True):
-    """Run the ``forward_backward`` request in the body."""
+    """Job: run the ``forward_backward`` request in the body."""
 
     model: str
     """Id of the model."""
@@ -74,8 +74,8 @@ class Forward(Message, frozen=True, tag=True):
 
 
 class Update(Message, frozen=True, tag=True):
-    """Run an optimizer step. Like ``Create`` and ``Load``, it succeeds even if the state cannot be
-    saved because the disk is full."""
+    """Job: run an optimizer step. Like ``Create`` and ``Load``, it succeeds even if the state
+    cannot be saved because the disk is full."""
 
     model: str
     """Id of the model."""
@@ -86,14 +86,14 @@ class Update(Message, frozen=True, tag=True):
 
 
 class Drop(Message, frozen=True, tag=True):
-    """Drop the accumulated gradients, as a failed step does."""
+    """Job: drop the accumulated gradients, as a failed step does."""
 
     model: str
     """Id of the model."""
 
 
 class Spoil(Message, frozen=True, tag=True):
-    """Make the next optimizer step fail, because a gradient that belongs in it is missing."""
+    """Job: make the next optimizer step fail, because a gradient that belongs in it is missing."""
 
     model: str
     """Id of the model."""
@@ -102,7 +102,7 @@ class Spoil(Message, frozen=True, tag=True):
 
 
 class Save(Message, frozen=True, tag=True):
-    """Save the weights of a model."""
+    """Job: save the weights of a model."""
 
     model: str
     """Id of the model."""
@@ -114,7 +114,7 @@ class Save(Message, frozen=True, tag=True):
 
 
 class Load(Message, frozen=True, tag=True):
-    """Load saved weights into a model."""
+    """Job: load saved weights into a model."""
 
     model: str
     """Id of the model."""
@@ -127,37 +127,37 @@ class Load(Message, frozen=True, tag=True):
 
 
 class Unload(Message, frozen=True, tag=True):
-    """Remove a model from memory."""
+    """Job: remove a model from memory."""
 
     model: str
     """Id of the model."""
 
 
 class Sample(Message, frozen=True, tag=True):
-    """Run the ``sample`` request in the body."""
+    """Job: run the ``sample`` request in the body."""
 
     folder: str
     """Folder of the saved weights to sample with; "": the base model."""
 
 
 class Cancel(Message, frozen=True, tag=True):
-    """Cancel a job. A cancelled job gets no reply."""
+    """Job: cancel another job, which then gets no reply."""
 
     job: int
     """Number of the job."""
 
 
 Work = Create | Forward | Update | Drop | Spoil | Save | Load | Unload | Sample | Cancel
-"""Any kind of work for the compute process."""
+"""Any of the jobs for the compute process."""
 
 
 class Job(Message, frozen=True):
-    """A numbered piece of work; its body follows as a second message."""
+    """A numbered job for the compute process; its body follows as a second message."""
 
     number: int
     """Number of the job, repeated in its replies."""
     work: Work
-    """The work."""
+    """What the job does."""
     again: bool = False
     """Whether the job is a replay, which rebuilds a model. If a replay fails the model is removed,
     because the jobs after it would run with the wrong weights."""

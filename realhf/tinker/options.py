@@ -115,7 +115,7 @@ class ServerOptions(ServerSettings):
         return f"--model {self.model}: {what}; `make model` makes models/smollm2_135m"
 
     def _find_contradiction(self) -> str:
-        """Return which settings contradict each other; "" if none do."""
+        """Return an error text if settings contradict each other; "" otherwise."""
         if self.full_weights and self.dtype != "float32":
             return (
                 f"--full-weights trains in float32: --dtype {self.dtype} is for the base of "
@@ -134,12 +134,13 @@ class ServerOptions(ServerSettings):
 
     @property
     def token_names(self) -> str:
-        """How messages name the setting that lets the server listen beyond the loopback."""
+        """Names, for error messages, of the settings that let the server listen beyond the loopback
+        interface."""
         return self.setting_label("token_file")
 
     def api_keys(self) -> frozenset[str]:
-        """Return the API keys that may use this server; none: any may. Raises SettingError for a
-        file that is missing or empty, or that other users may read."""
+        """Return the API keys that may use this server; an empty set means that any key may. Raises
+        SettingError for a file that is missing or empty, or that other users may read."""
         if not self.token_file:
             return frozenset()
         flag = self.flag("token_file")
@@ -154,14 +155,14 @@ class ServerOptions(ServerSettings):
 
     @property
     def names(self) -> frozenset[str]:
-        """The names by which clients may ask for the base model."""
+        """Names by which clients may request the base model."""
         folder = os.path.abspath(self.model)
         return frozenset({self.model, folder, os.path.basename(folder), self.name} - {""})
 
     @property
     def public_name(self) -> str:
-        """The name that clients get. The client's own ``get_tokenizer`` finds the tokenizer by
-        it."""
+        """Name of the base model that clients are given. The client's own ``get_tokenizer`` finds
+        the tokenizer by this name."""
         return os.path.abspath(self.model)
 
     def compute(self) -> ComputeOptions:

@@ -211,8 +211,8 @@ ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class MappingCache:
-    """Consumer's mappings of segments. Up to ``idle_bytes`` of unused mappings are kept for reuse.
-    Thread-safe."""
+    """Cache of a consumer's mappings of segments. Up to ``idle_bytes`` of unused mappings are kept
+    for reuse. Thread-safe."""
 
     def __init__(self, idle_bytes: int) -> None:
         self._idle_bytes = idle_bytes

@@ -299,7 +299,7 @@ class _Linear:
 
 
 class _Layer:
-    """Parts of one decoder layer."""
+    """Modules and weights of one decoder layer."""
 
     def __init__(self, module: Any) -> None:
         attention = module.self_attn

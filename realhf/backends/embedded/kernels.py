@@ -208,8 +208,8 @@ _TOLERANCE = 1e-5
 
 
 class FewPassNorm(nn.Module):
-    """RMS norm of transformers with few passes over memory: ``weight`` times the input divided by
-    its root mean square. The result is the same up to rounding. There are no second derivatives."""
+    """transformers RMS norm with few passes over memory: ``weight`` times the input divided by its
+    root mean square. The result is the same up to rounding. There are no second derivatives."""
 
     weight: nn.Parameter
     variance_epsilon: float

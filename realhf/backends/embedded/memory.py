@@ -115,10 +115,10 @@ class _HeapUse(ctypes.Structure):
 
 
 class Heap:
-    """Return of freed heap memory to the system.
+    """Handle of this process's heap that returns freed memory to the system.
 
-    Tensors whose size changes from pass to pass fragment the heap of the C library, so that it
-    would grow with the number of passes. Without glibc 2.33 or later this does nothing.
+    Tensors whose size changes from pass to pass fragment the C library's heap, so that it would
+    grow with the number of passes. Without glibc 2.33 or later this does nothing.
     """
 
     def __init__(self) -> None:

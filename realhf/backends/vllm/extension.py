@@ -22,8 +22,10 @@ Digests = dict[str, list[str]]
 
 
 class WeightExtension:
-    """Methods for ``/collective_rpc``. They return errors as dicts, because the server does not
-    pass on the texts of exceptions."""
+    """Mixin of vLLM's worker with the methods that ``/collective_rpc`` calls.
+
+    The methods return errors as dicts, because the server does not pass on the texts of exceptions.
+    """
 
     realhf_arrived: Digests
     """Digests of the layers whose weights have arrived in the current transfer."""

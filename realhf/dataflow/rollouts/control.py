@@ -104,7 +104,7 @@ class RolloutRules:
     """Whether stale samples are dropped. Otherwise a step waits for stragglers before they become
     stale."""
     max_deaths: int = 3
-    """Number of times that the process playing a sample may die before the sample is given up."""
+    """Number of deaths of the process playing a sample after which the sample is given up."""
     max_flat: int = 0
     """Maximum number of samples without learning signal that are dropped and replaced per batch of
     accepted samples."""
