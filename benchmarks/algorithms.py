@@ -115,7 +115,7 @@ def play_all(asked: argparse.Namespace) -> dict[str, dict[str, dict[int, Curve]]
     shares = [cores[number :: asked.jobs] for number in range(asked.jobs)]
 
     def take_a_share() -> None:
-        # of this thread alone, and of the runs that it starts
+        # applies to this thread and the runs that it starts
         os.sched_setaffinity(0, shares.pop())
 
     whole = list(itertools.product(asked.environments, asked.presets, asked.seeds))

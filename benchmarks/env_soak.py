@@ -142,8 +142,8 @@ class Soak:
             self.tally.steps += 1
         with self.tally.lock:
             self.tally.episodes += 1
-            # A killed worker or simulator belongs to some session or other, so one episode around
-            # it may fail.
+            # A killed worker or simulator belongs to some session, so one episode at that time may
+            # fail.
             self.tally.wrong += not achieved
 
     def _kill(self, what: str, connection: ClientConnection) -> None:

@@ -331,7 +331,7 @@ def vllm_player(
     stack.enter_context(server)
     engine = VllmGenerator(server.url, version=0)
     stack.callback(engine.close)
-    # An idle server takes CPU time too: it is halted while others play.
+    # An idle server uses CPU time too, so it is suspended while other sides play.
     processes = psutil.Process(server.process.pid).children(recursive=True)
 
     def awake(call: Callable[[psutil.Process], None]) -> None:

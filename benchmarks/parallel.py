@@ -161,7 +161,7 @@ def main() -> None:
     options = parser.parse_args()
     one = Crew(1, options.workers, options)
     several = Crew(options.workers, 1, options)
-    _ = one.step(), several.step()  # The first steps make the optimizer's state.
+    _ = one.step(), several.step()  # The first steps create the optimizer's state.
     rounds = [(one.step(), several.step()) for _ in range(options.rounds)]
     one.end()
     several.end()

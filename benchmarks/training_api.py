@@ -90,7 +90,7 @@ class Client:
         name = served[0].model_name
         self._model = create(
             name, rank=RANK, seed=1, train_unembed=False
-        ).result()  # as the plain loop has it
+        ).result()  # same settings as in the plain loop
 
     def step(self, data: list[list[int]]) -> float:
         """Take a step and return the sum of the losses before it."""

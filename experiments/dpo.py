@@ -36,7 +36,8 @@ from realhf.env.loader.load import with_environment
 
 
 def config_class(environment: str) -> type[Config]:
-    """Return the configuration class for an environment. Raises ValueError if it does not exist."""
+    """Return the configuration class for an environment. Raises ValueError for an unknown
+    environment."""
     return with_environment(Config, environment)
 
 

@@ -44,32 +44,29 @@ def build(config: Config) -> ExperimentSpec:
     if ppo.needs_values:
         raise ConfigError(
             f"ppo.adv_estimator={ppo.adv_estimator} (ppo.algo={ppo.algo}) takes the values of a "
-            f"critic, which "
-            "grpo_stream_http has not: use experiment=ppo"
+            f"critic, which grpo_stream_http does not have: use experiment=ppo"
         )
     if ppo.turn_keys:
         option = f"credit={ppo.credit}" if ppo.credit != "episode" else f"loss_agg={ppo.loss_agg}"
         raise ConfigError(
-            f"ppo.{option}: groups that others push to a trajectory server do not say where turns "
-            f"begin"
+            f"ppo.{option}: groups that producers push to a trajectory server contain no turn "
+            f"boundaries"
         )
     if ppo.needs_feedback:
         raise ConfigError(
-            f"ppo.feedback={ppo.feedback} (ppo.algo={config.ppo.algo}): groups that others push to "
-            f"a trajectory server "
-            "do not say what became of their rollouts"
+            f"ppo.feedback={ppo.feedback} (ppo.algo={config.ppo.algo}): groups that producers push "
+            f"to a trajectory server contain no feedback on their rollouts"
         )
     if config.ppo.dynamic_sampling:
         raise ConfigError(
-            "ppo.dynamic_sampling: others play the groups that grpo_stream_http trains on; set it "
-            "to 0"
+            "ppo.dynamic_sampling: producers play the groups that grpo_stream_http trains on, so "
+            "it cannot sample again; set it to 0"
         )
     if len(config.actor.workers) > 1:
         raise ConfigError(
             f"actor.workers={list(config.actor.workers)}: grpo_stream_http trains on one worker, "
-            f"which pulls its "
-            "batches from the server; set actor.workers=[0], or take experiment=grpo_async for "
-            "several"
+            f"which pulls its batches from the server; set actor.workers=[0], or use "
+            f"experiment=grpo_async for several workers"
         )
     first = resolve_initial_weights(config)
     models, mfcs = policy_gradient.build_training_graph(config, ppo, first)

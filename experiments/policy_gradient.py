@@ -121,19 +121,18 @@ class Config(sft.Config):
         if self.critic.warmup_steps >= self.total_train_steps:
             yield (
                 f"critic.warmup_steps={self.critic.warmup_steps}: the actor would never train, the "
-                f"run has "
-                f"total_train_steps={self.total_train_steps}"
+                f"run has total_train_steps={self.total_train_steps}"
             )
         if self.actor.lora.rank and self.actor.lora.dropout:
             yield (
-                f"actor.lora.dropout={self.actor.lora.dropout}: the policy that trains must be the "
-                f"one that sampled, "
-                "without anything dropped; set 0, or train on demonstrations with it (sft)"
+                f"actor.lora.dropout={self.actor.lora.dropout}: the policy in training would "
+                f"differ from the one that sampled; set 0 (only experiment=sft can use dropout)"
             )
 
 
 def config_class(environment: str) -> type[Config]:
-    """Return the configuration class for an environment. Raises ValueError if it does not exist."""
+    """Return the configuration class for an environment. Raises ValueError for an unknown
+    environment."""
     return with_environment(Config, environment)
 
 
@@ -157,15 +156,13 @@ def build_training_graph(
     (scoring, mfcs) = build_reward_calls(config, ppo, first.path)
     if scoring and not ppo.rl_weight:
         raise ConfigError(
-            f"reward_model.path: rewards teach nothing with ppo.rl_weight=0 (ppo.algo={ppo.algo}); "
-            f"leave it out, or "
-            "set ppo.rl_weight"
+            f"reward_model.path: rewards have no effect with ppo.rl_weight=0 "
+            f"(ppo.algo={ppo.algo}); remove it, or set ppo.rl_weight"
         )
     if scoring and ppo.credit != "episode":
         raise ConfigError(
-            f"ppo.credit={ppo.credit}: rewards of turns are the verifier's alone; leave out "
-            f"reward_model.path, or take "
-            "ppo.credit=episode"
+            f"ppo.credit={ppo.credit}: a reward model scores whole episodes, not turns; remove "
+            f"reward_model.path, or set ppo.credit=episode"
         )
     models = {"actor": actor, **scoring}
     if ppo.needs_reference:
@@ -268,18 +265,16 @@ def build_reward_calls(
         return {}, [rew_inf(config, ppo)]
     if not (Path(model.path).expanduser() / HEAD_FILE).is_file():
         raise ConfigError(
-            f"reward_model.path={model.path}: no folder that holds {HEAD_FILE}, so no reward "
-            f"model; "
-            "experiment=reward_model exports one"
+            f"reward_model.path={model.path}: not the folder of a reward model, {HEAD_FILE} is "
+            f"missing; experiment=reward_model exports one"
         )
     for name in REWARD_SHAPING if model.weight == 1 else ():
         if getattr(config.ppo, name) != getattr(PolicyGradientOptions, name):
             raise ConfigError(
-                f"ppo.{name} has no effect with reward_model.weight=1, which leaves the verifier "
-                f"no part in the "
-                "rewards: remove it"
+                f"ppo.{name} has no effect with reward_model.weight=1, because the rewards are "
+                f"then the reward model's alone: remove it"
             )
-    mixed = step_call(
+    mix_call = step_call(
         config,
         "reward_inf",
         "reward_model",
@@ -298,7 +293,7 @@ def build_reward_calls(
         experts=model.experts,
         tokens_of=actor_path,
     )
-    return {"reward_model": scoring}, [rew_inf(config, ppo, VERIFIER_REWARDS), mixed]
+    return {"reward_model": scoring}, [rew_inf(config, ppo, VERIFIER_REWARDS), mix_call]
 
 
 def algorithm_options(config: Config) -> Any:
@@ -337,12 +332,12 @@ def group_signal(config: Config, ppo: ResolvedOptions) -> GroupSignal:
     penalty does not count: a group whose rewards differ only by length would only teach short
     answers. DAPO requires at least one right and one wrong answer (Yu et al. 2025, eq. 11).
     """
-    ends = [
-        end / ppo.reward_scaling - ppo.reward_bias
-        for end in (-ppo.max_reward_clip, ppo.max_reward_clip)
+    bounds = [
+        clip / ppo.reward_scaling - ppo.reward_bias
+        for clip in (-ppo.max_reward_clip, ppo.max_reward_clip)
     ]
     k = ppo.pass_at_k if ppo.adv_estimator == PASS_AT_K else None
-    return GroupSignal(max(2, config.rollout.min_group_size), min(ends), max(ends), k or 1)
+    return GroupSignal(max(2, config.rollout.min_group_size), min(bounds), max(bounds), k or 1)
 
 
 def overlong_args(ppo: ResolvedOptions) -> dict[str, Any]:
@@ -625,19 +620,21 @@ def rollout_options(config: Config) -> RolloutOptions:
     """
     rollout = config.rollout
     environment = chosen_environment(config.env)
-    if (own := environment.spec.max_turns) > rollout.max_turns:
+    if (environment_turns := environment.spec.max_turns) > rollout.max_turns:
         raise ConfigError(
             f"rollout.max_turns={rollout.max_turns} cuts episodes off before "
-            f"{environment.spec.name} has ended and "
-            f"scored them, which takes up to {own} turns (env.max_turns): raise the one or lower "
-            f"the other"
+            f"{environment.spec.name} has ended and scored them, which takes up to "
+            f"{environment_turns} turns (env.max_turns): raise the one or lower the other"
         )
-    most = environment.spec.concurrency
+    max_sessions = environment.spec.concurrency
     return RolloutOptions(
         environment=environment.reference,
         environment_options=environment.options,
         group_size=config.ppo.group_size,
-        sessions=min(rollout.sessions or most or SESSIONS, most or rollout.sessions or SESSIONS),
+        sessions=min(
+            rollout.sessions or max_sessions or SESSIONS,
+            max_sessions or rollout.sessions or SESSIONS,
+        ),
         gen=config.gen,
         max_turns=rollout.max_turns,
         max_total_tokens=rollout.max_total_tokens,
@@ -712,9 +709,9 @@ def stream_rollouts(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
     Raises ConfigError if a worker has too few sessions for a group, if the agent's file does not
     exist, or for an option without effect.
     """
-    staying, leaving = to_async(spec.mfcs)
+    trainer_calls, rollout_calls = to_async(spec.mfcs)
     options = config.async_rl
-    episodes = RolloutOptions.from_args(leaving[0].interface_args)
+    episodes = RolloutOptions.from_args(rollout_calls[0].interface_args)
     # Rollout workers get all sessions: the actor's workers play no episodes.
     episodes = replace(episodes, sessions=rollout_options(config).sessions)
     sessions = episodes.sessions // options.n_rollout_workers
@@ -727,13 +724,13 @@ def stream_rollouts(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
             "for AWS env.pool_size)"
         )
     rollout = RolloutSpec(
-        "actor", tuple(leaving), episodes, options, sessions, agent=resolve_agent(config)
+        "actor", tuple(rollout_calls), episodes, options, sessions, agent=resolve_agent(config)
     )
     trainer = spec.models["actor"].workers[0]
-    streamed = {key for call in leaving for key in call.output_keys}
+    streamed = {key for call in rollout_calls for key in call.output_keys}
     return replace(
         spec,
-        mfcs=tuple(staying),
+        mfcs=tuple(trainer_calls),
         rollout=rollout,
         source=replace(spec.source, keys=tuple(sorted(streamed)), worker=trainer),
     )
@@ -743,9 +740,9 @@ def resolve_agent(config: Config) -> str:
     """Return the reference to the agent with an absolute path, because rollout workers import it.
     Raises ConfigError if its file does not exist."""
     agent = absolute(config.rollout.agent)
-    place = agent.rpartition(":")[0]
-    if place.endswith(".py") and not Path(place).is_file():
-        raise ConfigError(f"rollout.agent={config.rollout.agent}: there is no file {place}")
+    file = agent.rpartition(":")[0]
+    if file.endswith(".py") and not Path(file).is_file():
+        raise ConfigError(f"rollout.agent={config.rollout.agent}: there is no file {file}")
     return agent
 
 

@@ -82,7 +82,7 @@ class PreferenceOptions:
 
 @dataclass
 class Config(policy_gradient.Config):
-    """policy_gradient.Config plus the section preference."""
+    """policy_gradient.Config plus the section ``preference``."""
 
     preference: PreferenceOptions = section(PreferenceOptions)
 
@@ -93,8 +93,7 @@ class Config(policy_gradient.Config):
         if self.preference.min_gap >= 2 * self.ppo.max_reward_clip:
             yield (
                 f"preference.min_gap={self.preference.min_gap}: rewards lie within "
-                f"+-ppo.max_reward_clip="
-                f"{self.ppo.max_reward_clip}, so there would be no pair"
+                f"+-ppo.max_reward_clip={self.ppo.max_reward_clip}, so no pair could exceed it"
             )
         if self.ppo.group_size < 2:
             yield (
@@ -108,9 +107,8 @@ def check_synchronous(config: Config) -> None:
     groups of a step."""
     if config.async_rl.enabled:
         raise ConfigError(
-            f"async_rl.enabled=true: {config.experiment} plays and trains in turns; leave it out, "
-            f"or take an "
-            "experiment of the policy gradient"
+            f"async_rl.enabled=true: {config.experiment} plays and trains in turns; remove it, or "
+            f"use a policy-gradient experiment"
         )
 
 

@@ -29,7 +29,8 @@ ROLE = "reward_model"
 
 
 def config_class(environment: str) -> type[Config]:
-    """Return the configuration class for an environment. Raises ValueError if it does not exist."""
+    """Return the configuration class for an environment. Raises ValueError for an unknown
+    environment."""
     return with_environment(Config, environment)
 
 
@@ -38,7 +39,7 @@ def build(config: Config) -> ExperimentSpec:
     contradict each other."""
     check_synchronous(config)
     first = resolve_initial_weights(config)
-    models = {"actor": playing_model(config, first), ROLE: build_reward_model(config, first)}
+    models = {"actor": build_playing_model(config, first), ROLE: build_reward_model(config, first)}
     mfcs = [
         actor_gen(config, group_options(config)),
         rew_inf(config, group_options(config)),
@@ -47,7 +48,7 @@ def build(config: Config) -> ExperimentSpec:
     return on_tasks(config.experiment, config, models, mfcs, first, exported=ROLE)
 
 
-def playing_model(config: Config, first: InitialWeights) -> ModelSpec:
+def build_playing_model(config: Config, first: InitialWeights) -> ModelSpec:
     """Return the specification of the actor, which plays the episodes and is not trained."""
     actor = config.actor
     return ModelSpec(

@@ -66,7 +66,8 @@ class Config(ExperimentConfig):
 
 
 def config_class(environment: str) -> type[Config]:
-    """Return the configuration class for an environment. Raises ValueError if it does not exist."""
+    """Return the configuration class for an environment. Raises ValueError for an unknown
+    environment."""
     return with_environment(Config, environment)
 
 
@@ -114,10 +115,9 @@ def resolve_initial_weights(config: Config) -> InitialWeights:
 
 
 OUTDATED = (
-    "the policy that ships with the environment was taught by another prompt, other tasks or other "
-    "scripts than there "
-    "are now, so the run makes one of its own first (python -m experiments.shipped_policy ships a "
-    "new one)"
+    "the policy shipped with the environment was trained on a different prompt, tasks or scripts "
+    "than the current ones, so the run first trains its own (python -m experiments.shipped_policy "
+    "ships a new one)"
 )
 """Advice shown when a shipped policy does not match the environment any more."""
 
@@ -350,10 +350,8 @@ def _demonstration_argv(
     if environment.spec.demonstrate is None:
         raise ConfigError(
             f"the environment {environment.spec.name} has no scripted solver, so there are no "
-            f"demonstrations to train "
-            f"on; learn by trial (experiment=grpo), from actor.path=FOLDER without "
-            f"actor.warm_start, or try the "
-            f"machinery with actor.path={UNTRAINED}"
+            f"demonstrations to train on; train with experiment=grpo from actor.path=FOLDER "
+            f"without actor.warm_start, or try a run out with actor.path={UNTRAINED}"
         )
     return (
         environment.reference,
@@ -392,12 +390,14 @@ def build_untrained_policy(config: Config, demonstrations: Path | None = None) -
         for name, value in builtin.items()
         for text in (f"--{name.replace('_', '-')}", str(value))
     ]
-    given = [] if demonstrations is None else ["--demonstrations", str(demonstrations)]
+    demonstration_options = (
+        [] if demonstrations is None else ["--demonstrations", str(demonstrations)]
+    )
     return JobSpec(
         "builtin_policy",
         "realhf.backends.builtin_policy",
         artifact=_cache_folder(config) / f"{'untrained' if learned_from else 'bytes'}-{key}",
-        argv=(*given, "--out", "{artifact}", "--seed", str(config.seed), *options),
+        argv=(*demonstration_options, "--out", "{artifact}", "--seed", str(config.seed), *options),
     )
 
 

@@ -128,7 +128,7 @@ def make_policy(folder: Path, environment: str = AWS) -> Path:
     ]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(3)
-    torch.set_num_threads(1)  # so small a model only waits for a second one
+    torch.set_num_threads(1)  # for such a small model, more threads only add waiting
     for step in range(TAUGHT_STEPS):
         reply = torch.tensor(replies[step % len(replies)])
         noise = torch.randint(len(tokenizer), (int(torch.randint(1, 300, ())),))
@@ -386,7 +386,7 @@ class KilledRun:
         suspended. Return the number of processes."""
         assert self._launcher is not None
         stopped: set[psutil.Process] = set()
-        # One that is stopped starts no others: none is missed once a look finds nothing new.
+        # Stopped processes start no others, so all are stopped once no new ones are found.
         while fresh := {psutil.Process(self._launcher.pid), *self.processes()} - stopped:
             for process in fresh:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -428,7 +428,7 @@ def kill_at_random(
     """
     before = 0
     for kind in kinds:
-        # One that hangs before it has registered is noticed after rpc.connect_timeout_s only.
+        # A process that hangs before it has registered is noticed only after rpc.connect_timeout_s.
         if choice.random() >= ANY_MOMENT or kind.startswith(FROZEN):
             run.wait_for_progress(before, timeout_s)
         until = time.monotonic() + choice.uniform(0.2, 1.8) * every_s

@@ -123,10 +123,10 @@ class _TextEpisodeAgent:
     async def play(
         self, env: Environment, request: EpisodeRequest, llm: TokenSource, slot: int
     ) -> RolloutOutcome:
-        """See ``EpisodeAgent``."""
-        seen = RecordingEnvironment(env)
-        text_turns = _TextTurns(seen, request.task.payload["task"]["solution"], llm, slot)
-        return await play_episode(seen, request, text_turns, self.max_turns)
+        """See ``EpisodeAgent.play``."""
+        recorder = RecordingEnvironment(env)
+        text_turns = _TextTurns(recorder, request.task.payload["task"]["solution"], llm, slot)
+        return await play_episode(recorder, request, text_turns, self.max_turns)
 
 
 class _TextTurns:
@@ -137,36 +137,36 @@ class _TextTurns:
     last_turn_cut = False
 
     def __init__(
-        self, seen: RecordingEnvironment, solution: Sequence[str], llm: TokenSource, slot: int
+        self, recorder: RecordingEnvironment, solution: Sequence[str], llm: TokenSource, slot: int
     ) -> None:
-        self._seen = seen
+        self._recorder = recorder
         self._solution = solution
         self._llm = llm
         self._slot = slot
         self._conversation = Conversation([])
 
     def open(self, opening: Opening) -> None:
-        """See ``TurnSource``."""
+        """See ``TurnSource.open``."""
         reference = fill_setup(list(self._solution), opening.info["setup_answers"])
         self._conversation = Conversation(
             [dict(message) for message in opening.messages], reference
         )
 
     async def next_turn(self) -> AssistantMessage:
-        """See ``TurnSource``."""
+        """See ``TurnSource.next_turn``."""
         output = await self._llm.generate(
             _TextRequest(self._slot, (), conversation=self._conversation)
         )
         if not isinstance(output, _TextOutput):
-            raise TypeError("an agent without tokens was played with an engine of tokens")
+            raise TypeError("a text agent was played with an engine that generates tokens")
         if not output.text:
             raise ContextFull
         self._conversation.messages.append({"role": "assistant", "content": output.text})
         return AssistantMessage(output.text, text=output.text)
 
     def observe(self, messages: Sequence[ChatMessage]) -> bool:
-        """See ``TurnSource``."""
-        observation: Mapping[str, Any] = self._seen.turns[-1].info.get("observation", {})
+        """See ``TurnSource.observe``."""
+        observation: Mapping[str, Any] = self._recorder.turns[-1].info.get("observation", {})
         self._conversation.outputs.append(observation.get("command_output", ""))
         self._conversation.messages += [dict(message) for message in messages]
         return True
@@ -202,10 +202,11 @@ class RandomAgent(TextAgent):
     def act(self, conversations: Sequence[Conversation]) -> list[str]:
         """Return a random command for each conversation."""
         return [
-            self._guess(str(conversation.messages[0]["content"])) for conversation in conversations
+            self._random_command(str(conversation.messages[0]["content"]))
+            for conversation in conversations
         ]
 
-    def _guess(self, task_text: str) -> str:
+    def _random_command(self, task_text: str) -> str:
         task = instantiate(self._rng.choice(self._templates), self._rng.getrandbits(_SEED_BITS))
         command = self._rng.choice(task.solution)
         names = [
@@ -222,7 +223,7 @@ _ATTEMPTS = 4
 """Maximum number of attempts per request; then AgentError is raised."""
 _BACKOFF_S = 0.5
 """First back-off between attempts, in seconds; it doubles with each attempt."""
-_RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504})
+_TRANSIENT_STATUSES = frozenset({408, 409, 429, 500, 502, 503, 504})
 """HTTP statuses of transient failures, which are retried."""
 
 
@@ -343,7 +344,7 @@ class ChatApiAgent(TextAgent):
             request["chat_template_kwargs"] = dict(self.chat_template_kwargs)
         answer = self._post(request)
         try:
-            # A turn without a word (all of it was reasoning, or cut off) is a turn, as in training.
+            # An empty turn (only reasoning, or cut off) still counts as a turn, as in training.
             text = answer["choices"][0]["message"]["content"] or " "
         except (KeyError, IndexError, TypeError):
             text = None
@@ -365,7 +366,7 @@ class ChatApiAgent(TextAgent):
             if response.is_success:
                 return response.json()
             problem = f"HTTP {response.status_code} {response.text[:200]}"
-            if response.status_code not in _RETRIED:
+            if response.status_code not in _TRANSIENT_STATUSES:
                 break
         raise AgentError(f"{self.base_url}/chat/completions does not answer: {problem}")
 

@@ -68,103 +68,103 @@ class AwsOptions:
     SIMULATED trouble, for tests and benchmarks: step_latency_ms and the options whose names start
     with fault."""
 
-    path: str = option("aws", "The environment is this one.", choices=("aws",))
+    path: str = option("aws", "The environment; aws for this one.", choices=("aws",))
     pool_size: int = option(
         16,
-        "This many sessions can be open at once, each with a simulator of its own.",
+        "Maximum number of concurrent sessions; each has a simulator of its own.",
         at_least=1,
         on_resume="free",
     )
-    host: str = option("127.0.0.1", "The server listens on this address.", on_resume="free")
+    host: str = option("127.0.0.1", "Address that the server listens on.", on_resume="free")
     port: int = option(
         0,
-        "The server listens on this port; 0 is any free one.",
+        "Port that the server listens on; 0 means any free port.",
         at_least=0,
         at_most=65535,
         on_resume="free",
     )
     ministack_base_port: int = option(
         0,
-        "The simulators listen on this port and those after it; 0 is any free ones.",
+        "First port of the simulators, which use consecutive ports; 0 means any free ports.",
         at_least=0,
         at_most=65535,
         on_resume="free",
     )
-    max_steps: int = option(15, "The server ends an episode after this many commands.", at_least=1)
+    max_steps: int = option(
+        15, "Maximum number of commands in an episode; the server then ends it.", at_least=1
+    )
     tiers: list[str] = option(
         ["warmup", "beginner", "intermediate"],
-        "Tasks of these tiers are trained on.",
+        "Tiers of the tasks to train on.",
         choices=TIERS,
     )
     tags: list[str] | None = option(
         None,
-        "Templates with any of these tags are trained on, with [] all; without a list the tag "
-        "'starter', what the "
-        "built-in policy can learn, where each of the tiers has such templates, else all.",
+        "Tags of the templates to train on, of which a template needs any one; [] means all "
+        "templates. Default: the tag 'starter' (what the built-in policy can learn) if each of the "
+        "tiers has templates with it, otherwise all templates.",
     )
     split: str = option(
         "train",
-        "The templates that train: train keeps one in five back, all_but_ten only ten, named in "
-        "realhf/aws/tasks/loader.py, which evaluations then play as well, in groups of their own "
-        "(unseen-...).",
+        "Which templates to train on: train holds out one in five; all_but_ten holds out only "
+        "the ten listed in realhf/aws/tasks/loader.py, which evaluations then play as well, in "
+        "groups of their own (unseen-...).",
         choices=("train", ALL_BUT_TEN),
     )
     phrasings: bool = option(
         False,
-        "Training tasks and demonstrations are worded in further ways "
-        "(realhf/aws/tasks/phrasings.yaml); evaluations "
-        "keep to those of the templates.",
+        "Use additional phrasings (realhf/aws/tasks/phrasings.yaml) for training tasks and "
+        "demonstrations. Evaluations use only those of the templates.",
     )
     slips: bool = option(
         False,
-        "Demonstrations of recovery (warm_start.recovery_fraction) are of slips of the command "
-        "line, which are not "
-        "imitated: an operation that there is not, or a required option left out.",
+        "Let demonstrations of recovery (warm_start.recovery_fraction) recover from slips of the "
+        "command line (a nonexistent operation, or a missing required option), which are not "
+        "imitated.",
     )
     observation_chars: int = option(
         OBSERVATION_CHARS,
-        "The policy reads at most this many characters of an answer, its head and its tail; with "
-        "200, ids that the "
-        "solutions of three templates of the higher tiers take from it are cut out.",
+        "Maximum length of an answer as the policy reads it, in characters; longer ones keep "
+        "their head and tail. With 200, ids that the solutions of three templates of the higher "
+        "tiers need are cut out.",
         at_least=40,
     )
     show_ids: bool = option(
         False,
-        "Uuids and long hexadecimal ids are shown as they are; else fixed words stand for them, "
-        "also where the "
-        "solutions of five templates of the higher tiers name a key or a load balancer by its id.",
+        "Show UUIDs and long hexadecimal ids to the policy. Otherwise they are replaced with "
+        "fixed words, also in five templates of the higher tiers whose solutions name a key or a "
+        "load balancer by its id.",
     )
     spare_turns: int | None = option(
         None,
-        "An episode ends this many turns after as many as the task's solution has commands (and, "
-        "where things may have "
-        "drifted, as there are to look at), or after rollout.max_turns where they are fewer; "
-        "without it after those. A "
-        "policy that fails would else play most of all tokens.",
+        "Maximum number of turns in an episode beyond the commands of the task's solution and one "
+        "look at each resource that may have drifted; rollout.max_turns still applies. Default: "
+        "only rollout.max_turns. Without this limit, episodes of a failing policy take most of all "
+        "tokens.",
         at_least=0,
     )
     chaos: bool = option(
         False,
-        "Training and evaluation episodes may be perturbed (docs/reference/environment.md 7).",
+        "Perturb some training and evaluation episodes (docs/reference/environment.md 7).",
     )
     step_latency_ms: float = option(
-        0.0, "SIMULATED: every step takes these milliseconds longer.", at_least=0, on_resume="free"
+        0.0, "SIMULATED: additional latency of every step, in ms.", at_least=0, on_resume="free"
     )
     fault_rate: float = option(
         0.0,
-        "SIMULATED: this fraction of the steps fails.",
+        "SIMULATED: fraction of the steps that fail.",
         at_least=0,
         at_most=1,
         on_resume="warns",
     )
     fault_kinds: str = option(
         DEFAULT_FAULT_KINDS,
-        "SIMULATED: steps fail in these ways (unavailable, disconnect, hang), with weights.",
+        "SIMULATED: kinds of failures (unavailable, disconnect, hang) with their weights.",
         on_resume="warns",
     )
     fault_seed: int = option(
         0,
-        "SIMULATED: which steps fail is drawn from this seed.",
+        "SIMULATED: seed that decides which steps fail.",
         at_least=0,
         at_most=MAX_SEED,
         on_resume="warns",
@@ -179,7 +179,7 @@ class AwsOptions:
             yield f"{name}.tiers=[]: name at least one tier"
             return
         try:
-            usual, own = (
+            default_templates, chosen_templates = (
                 TrainingTasks(
                     self.tiers, training_tags(self.tiers, self.tags, split), split
                 ).group_of
@@ -189,7 +189,7 @@ class AwsOptions:
             if self.tags is not None:
                 yield f"{name}.tags={self.tags}: {error}"
             return
-        if self.split != "train" and usual == own:
+        if self.split != "train" and default_templates == chosen_templates:
             yield (
                 f"{name}.split={self.split}: the templates of these tiers and tags are those of "
                 f"split=train"
@@ -226,7 +226,7 @@ SYSTEM_PROMPT = (
 """System prompt of every policy that plays AWS episodes."""
 _METADATA_S = 20.0
 """Deadline for the server's metadata, in seconds."""
-_NEVER_S = 3600.0
+_MESSAGE_TIMEOUT_S = 3600.0
 """Deadline for an answer on a session, in seconds. It is never reached, because the player's
 deadline is shorter."""
 
@@ -342,7 +342,7 @@ class AwsEnvironment:
             correlate = metadata.get("correlation") is True
             self._client = OpenEnvClient(
                 self._address,
-                message_timeout_s=_NEVER_S,
+                message_timeout_s=_MESSAGE_TIMEOUT_S,
                 token=self._token,
                 tls=self._tls,
                 correlate=correlate,

@@ -54,7 +54,7 @@ from realhf.rollout.player import EpisodeAgent, EpisodePlayer
 
 DRIFT = "drift"
 OVERALL = "overall"
-_WORDS = {"max_turns": "finished", "token_budget": "gave_up"}
+_STATUS_NAMES = {"max_turns": "finished", "token_budget": "gave_up"}
 
 
 @dataclass(frozen=True)
@@ -151,20 +151,20 @@ class _RecordingAgent:
         self, env: Environment, request: EpisodeRequest, llm: TokenSource, slot: int
     ) -> RolloutOutcome:
         """Play the episode with the wrapped agent and record its result."""
-        seen = RecordingEnvironment(env)
-        outcome = await self._agent.play(seen, request, llm, slot)
+        recorder = RecordingEnvironment(env)
+        outcome = await self._agent.play(recorder, request, llm, slot)
         record = self.records[request.index] = _build_record(
-            self._tasks[request.index], outcome, seen.turns
+            self._tasks[request.index], outcome, recorder.turns
         )
         self._on_episode(record)
         return outcome
 
 
 def _build_record(task: Task, outcome: RolloutOutcome, turns: Sequence[Turn]) -> EpisodeRecord:
-    seen: list[Mapping[str, Any]] = [
+    observations: list[Mapping[str, Any]] = [
         turn.info["observation"] for turn in turns if "observation" in turn.info
     ]
-    status = "achieved" if outcome.achieved else _WORDS.get(outcome.status, outcome.status)
+    status = "achieved" if outcome.achieved else _STATUS_NAMES.get(outcome.status, outcome.status)
     return EpisodeRecord(
         task.task_id,
         task.template,
@@ -176,8 +176,8 @@ def _build_record(task: Task, outcome: RolloutOutcome, turns: Sequence[Turn]) ->
         reward=outcome.reward or 0.0,
         progress=outcome.progress,
         steps=len(outcome.turns) + (status == "gave_up"),
-        hints=int(seen[-1]["hints_used"]) if seen else 0,
-        failed_commands=sum(not each["command_success"] for each in seen),
+        hints=int(observations[-1]["hints_used"]) if observations else 0,
+        failed_commands=sum(not each["command_success"] for each in observations),
     )
 
 
@@ -199,7 +199,7 @@ def report(records: Sequence[EpisodeRecord]) -> dict[str, dict[str, Any]]:
 
 def _metrics(records: Sequence[EpisodeRecord]) -> dict[str, Any]:
     valid = [record for record in records if record.valid]
-    stumbled = [record for record in valid if record.failed_commands]
+    with_failures = [record for record in valid if record.failed_commands]
     return {
         "episodes": len(valid),
         "env_errors": len(records) - len(valid),
@@ -208,7 +208,7 @@ def _metrics(records: Sequence[EpisodeRecord]) -> dict[str, Any]:
         "progress": _mean([record.progress for record in valid]),
         "steps_to_solve": _mean([float(record.steps) for record in valid if record.achieved]),
         "hints": _mean([float(record.hints) for record in valid]),
-        "recovery": _rate([record.achieved for record in stumbled]),
+        "recovery": _rate([record.achieved for record in with_failures]),
     }
 
 
@@ -381,12 +381,12 @@ def _number(interval: dict[str, float] | None) -> str:
     )
 
 
-_LEAST = {
+_MINIMUMS = {
     **dict.fromkeys(
         ("episodes", "max_turns", "max_new_tokens", "max_total_tokens", "pool_size", "threads"), 1
     ),
     **dict.fromkeys(("spare_turns", "temperature"), 0),
-    "observation_chars": 40,  # as the option of training
+    "observation_chars": 40,  # same as the training option
 }
 """Smallest values of numeric options."""
 
@@ -464,10 +464,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="folder for evaluation.json and evaluation.png",
     )
     options = parser.parse_args(argv)
-    for name, least in _LEAST.items():
+    for name, minimum in _MINIMUMS.items():
         value = getattr(options, name)
-        if value is not None and value < least:
-            parser.error(f"--{name.replace('_', '-')} {value:g}: at least {least} is needed")
+        if value is not None and value < minimum:
+            parser.error(f"--{name.replace('_', '-')} {value:g}: at least {minimum} is needed")
     return options
 
 
@@ -539,19 +539,19 @@ def plot_success(reports: Mapping[str, Mapping[str, Any]], title: str, path: Pat
     axes = fig.subplots()
     width = 0.8 / len(reports)
     for number, (agent, groups_of) in enumerate(reports.items()):
-        shown = [
-            (place, groups_of[group]["success"])
-            for place, group in enumerate(groups)
+        rates = [
+            (position, groups_of[group]["success"])
+            for position, group in enumerate(groups)
             if groups_of.get(group, {}).get("success")
         ]
-        values = [100 * rate["value"] for _, rate in shown]
+        values = [100 * rate["value"] for _, rate in rates]
         errors = [
-            [100 * max(0.0, rate["value"] - rate["low"]) for _, rate in shown],
-            [100 * max(0.0, rate["high"] - rate["value"]) for _, rate in shown],
+            [100 * max(0.0, rate["value"] - rate["low"]) for _, rate in rates],
+            [100 * max(0.0, rate["high"] - rate["value"]) for _, rate in rates],
         ]
-        places = [place + (number - (len(reports) - 1) / 2) * width for place, _ in shown]
+        positions = [position + (number - (len(reports) - 1) / 2) * width for position, _ in rates]
         axes.bar(
-            places, values, width * 0.92, yerr=errors, capsize=2, label=agent, error_kw={"lw": 1}
+            positions, values, width * 0.92, yerr=errors, capsize=2, label=agent, error_kw={"lw": 1}
         )
     axes.set_xticks(range(len(groups)), groups)
     axes.set_ylim(0, 105)

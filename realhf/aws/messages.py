@@ -51,11 +51,11 @@ def _strip_reasoning(text: str) -> str:
 def _until_fence(lines: Iterable[str]) -> Iterator[str]:
     """Yield the lines before the next code fence, which may also be at the end of the last line."""
     for line in lines:
-        kept = line.strip()
-        if kept.startswith("```"):
+        stripped = line.strip()
+        if stripped.startswith("```"):
             return
-        if kept.endswith("```"):
-            yield kept.rstrip("`")
+        if stripped.endswith("```"):
+            yield stripped.rstrip("`")
             return
         yield line
 
@@ -151,9 +151,9 @@ def _minify(output: str) -> str:
 
 def _drop_noise(value: Any) -> Any:
     if isinstance(value, dict):
-        kept = {key: item for key, item in value.items() if not _is_noise(key)}
-        filled = {key: _drop_noise(item) for key, item in kept.items() if item not in _EMPTY}
-        return filled or kept
+        wanted = {key: item for key, item in value.items() if not _is_noise(key)}
+        non_empty = {key: _drop_noise(item) for key, item in wanted.items() if item not in _EMPTY}
+        return non_empty or wanted
     if isinstance(value, list):
         return [_drop_noise(item) for item in value]
     return value
@@ -175,7 +175,7 @@ def _error_line(error: str) -> str:
 PLAYGROUND_COMMAND = "aws-env"
 PLAYGROUND_URL = "http://127.0.0.1:8100/web"
 """Command that starts the playground, and the playground's default address."""
-_NOT_SHOWN = ("account_changes", "account_key")
+_HIDDEN_FIELDS = ("account_changes", "account_key")
 _COLUMNS = ("service", "type", "name", "before", "after", "calls")
 
 
@@ -187,15 +187,16 @@ def episode_task(task: AwsTask, spare_turns: int | None = None, **reset: Any) ->
     ``reset``: further reset arguments of the episode.
     """
     payload = {"task": task.to_json(), **reset}
-    needed = len(task.solution) + len(task.possible_drifts)
-    most = 0 if spare_turns is None else max(1, needed + spare_turns)  # 0 would be no limit
+    solution_turns = len(task.solution) + len(task.possible_drifts)
+    # 0 means no limit
+    max_turns = 0 if spare_turns is None else max(1, solution_turns + spare_turns)
     return Task(
         f"{task.template}-{task.seed}",
         task.tier,
         payload,
         seed=task.seed,
         template=task.template,
-        max_turns=most,
+        max_turns=max_turns,
     )
 
 
@@ -218,11 +219,11 @@ def replay_of(payload: Mapping[str, Any]) -> dict[str, Any]:
 
 def turn_info(command: str, observation: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``Turn.info`` for the answer to a command. It is meant for people: ``did`` (the
-    command), ``observation`` (without the description and digest of the account's changes) and, if
-    the episode's commands have changed the account, ``view`` (a table of these changes)."""
+    command), ``observation`` (without the account's changes and digest) and, if the episode's
+    commands have changed the account, ``view`` (a table of these changes)."""
     changes = observation.get("account_changes") or ()
-    shown = {name: value for name, value in observation.items() if name not in _NOT_SHOWN}
-    info: dict[str, Any] = {"did": command, "observation": shown}
+    visible = {name: value for name, value in observation.items() if name not in _HIDDEN_FIELDS}
+    info: dict[str, Any] = {"did": command, "observation": visible}
     rows = [
         [_cell(change, name) for name in _COLUMNS] for change in changes if "more" not in change
     ]
@@ -248,10 +249,10 @@ def task_opening(
 ) -> Opening:
     """Return the opening of an episode: the task description and, if the task has one, the desired
     state of the account, without which the agent could only guess what has drifted."""
-    shown = observation.get("task") or {}
-    parts = [shown.get("description", "")]
-    if shown.get("desired_state_spec"):
-        parts.append(shown["desired_state_spec"])
+    task = observation.get("task") or {}
+    parts = [task.get("description", "")]
+    if task.get("desired_state_spec"):
+        parts.append(task["desired_state_spec"])
     text = "\n\n".join(parts)
     return Opening(
         [{"role": "user", "content": text}], info=info or {}, state_key=account_key(observation)

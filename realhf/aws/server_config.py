@@ -47,11 +47,17 @@ class AwsServerConfig(ServerConfig):
         "simulator, or aws: a real account (see docs/environment.md)",
         choices=("simulator", "aws"),
     )
-    max_steps: int = setting(15, "commands of one episode", limits=(1, 10_000))
-    max_command_bytes: int = setting(8192, "length of a command, in bytes", limits=(16, 65536))
-    max_stdout_bytes: int = setting(16384, "kept of a command's output", limits=(64, 8 << 20))
-    max_stderr_bytes: int = setting(4096, "kept of a command's error text", limits=(64, 8 << 20))
-    cmd_timeout_s: float = setting(10.0, "seconds a command may take", limits=(0.1, 600))
+    max_steps: int = setting(15, "maximum number of commands in an episode", limits=(1, 10_000))
+    max_command_bytes: int = setting(
+        8192, "maximum length of a command, in bytes", limits=(16, 65536)
+    )
+    max_stdout_bytes: int = setting(
+        16384, "bytes of a command's output that are kept", limits=(64, 8 << 20)
+    )
+    max_stderr_bytes: int = setting(
+        4096, "bytes of a command's error text that are kept", limits=(64, 8 << 20)
+    )
+    cmd_timeout_s: float = setting(10.0, "time limit of a command, in seconds", limits=(0.1, 600))
     reward_mode: str = setting(
         "potential",
         "potential (rewards of an episode sum to its final score) or level (each reward is the "
@@ -59,7 +65,7 @@ class AwsServerConfig(ServerConfig):
         choices=("potential", "level"),
     )
     enable_chaos: bool = setting(
-        True, "disturb episodes of the higher tiers, unless a reset says chaos=false"
+        True, "perturb episodes of the higher tiers, unless the reset has chaos=false"
     )
     lambda_mode: str = setting(
         "stub",
@@ -68,18 +74,18 @@ class AwsServerConfig(ServerConfig):
     )
     sandbox: str = setting(
         "auto",
-        "containment of the simulators: auto, bwrap (or no start) or plain",
+        "containment of the simulators: auto, bwrap (fails to start without it) or plain",
         choices=("auto", "bwrap", "plain"),
     )
     simulator_memory_mb: int = setting(
         512,
-        "MiB of memory that a simulator may take (128 are in use at its start)",
+        "memory limit of a simulator, in MiB (it uses 128 at its start)",
         limits=(256, 65536),
     )
     may_lack: str = setting(
         "",
-        "layers of containment (with commas: hooks, filter, limits, network, bubblewrap) "
-        "without which the server starts all the same",
+        "containment layers that may be missing, comma-separated (hooks, filter, limits, "
+        "network, bubblewrap)",
     )
     web: str = setting(
         "auto",
@@ -92,7 +98,8 @@ class AwsServerConfig(ServerConfig):
     web_solutions: bool = setting(False, "the playground shows canonical solutions")
     allow_real_aws: str = setting("", "backend_type aws: the account id, as confirmation")
     allow_file: str = setting(
-        "", "backend_type aws: file with operations that are allowed beside the default reads"
+        "",
+        "backend_type aws: file with operations that are allowed in addition to the default reads",
     )
 
     def __post_init__(self) -> None:
@@ -134,8 +141,8 @@ class AwsServerConfig(ServerConfig):
                 f"there are no "
                 f"{self.pool_size} ports from there on"
             )
-        ours = self.web_ministack_port
-        if self.web_mounted and ours and self.ministack_base_port <= ours <= last:
+        web_port = self.web_ministack_port
+        if self.web_mounted and web_port and self.ministack_base_port <= web_port <= last:
             raise SettingError(
                 f"{self.setting_label('web_ministack_port')} is {self.web_ministack_port}, a port "
                 f"of the "
@@ -166,8 +173,8 @@ class AwsServerConfig(ServerConfig):
 
     @property
     def web_absent(self) -> str:
-        """Message why ``web=auto`` does not serve the playground, with the flag that enables it; ""
-        if the playground is served or switched off."""
+        """Message that says why ``web=auto`` does not serve the playground, and which flag enables
+        it; "" if the playground is served or switched off."""
         if self.web_mounted or self.web != "auto" or self.backend_type == "aws":
             return ""
         return f"no playground at /web beside {self.pool_size} sessions; --web dedicated serves one"

@@ -72,7 +72,7 @@ def ship(policy: Path, folder: Path, provenance: Mapping[str, Any]) -> None:
         AutoModelForCausalLM.from_pretrained(policy, dtype="bfloat16").save_pretrained(whole)
         AutoTokenizer.from_pretrained(policy).save_pretrained(whole)
         for file in whole.iterdir():
-            # The package may be installed by another user than the one who trains.
+            # Other users than the one who trained it must be able to read the package.
             file.chmod(0o644)
         content = {**provenance, "sha256": hash_files(whole)}
         (whole / PROVENANCE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

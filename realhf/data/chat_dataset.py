@@ -40,19 +40,19 @@ def conversation_tokens(
         raise ValueError(problem)
     messages = row["messages"]
     tools = row.get("tools") or ()
-    turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     ids = chat.opening([*system, *messages[: turns[0]]], tools)
     mask = [False] * len(ids)
     closing = chat.closing()[:1]
-    for place, following in zip(turns, [*turns[1:], None], strict=True):
-        turn = [*chat.encode_turn(messages[place], tools), *closing]
-        mask += [messages[place].get("train") is not False] * len(turn)
+    for index, following in zip(turns, [*turns[1:], None], strict=True):
+        turn = [*chat.encode_turn(messages[index], tools), *closing]
+        mask += [messages[index].get("train") is not False] * len(turn)
         ids += turn
         if following is None:
             break
         between_ids = chat.following_messages(
-            messages[place + 1 : following], ended=True, tools=tools
+            messages[index + 1 : following], ended=True, tools=tools
         )
         mask += [False] * len(between_ids)
         ids += between_ids

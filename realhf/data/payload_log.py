@@ -82,7 +82,7 @@ class PayloadLog:
         if not items:
             return []
         if self._descriptor < 0 or self._end >= self._segment_bytes:
-            self._roll()
+            self._start_segment()
         refs: list[PayloadRef] = []
         buffers: list[Any] = []
         end = self._end
@@ -167,7 +167,7 @@ class PayloadLog:
         if descriptor >= 0:
             os.close(descriptor)
 
-    def _roll(self) -> None:
+    def _start_segment(self) -> None:
         """Begin a new segment, and make its directory entry durable."""
         self.close()
         number = self._next
@@ -214,12 +214,12 @@ def _build_record(frames: Sequence[Any]) -> list[memoryview]:
 
 def _write_all(descriptor: int, buffers: Sequence[memoryview]) -> None:
     """Write all buffers, repeating writev calls that wrote only some of their data."""
-    waiting = [view for view in buffers if view.nbytes]
+    pending = [view for view in buffers if view.nbytes]
     begin = 0
-    while begin < len(waiting):
-        written = os.writev(descriptor, waiting[begin : begin + _IOV_MAX])
-        while begin < len(waiting) and written >= waiting[begin].nbytes:
-            written -= waiting[begin].nbytes
+    while begin < len(pending):
+        written = os.writev(descriptor, pending[begin : begin + _IOV_MAX])
+        while begin < len(pending) and written >= pending[begin].nbytes:
+            written -= pending[begin].nbytes
             begin += 1
         if written:
-            waiting[begin] = waiting[begin][written:]
+            pending[begin] = pending[begin][written:]

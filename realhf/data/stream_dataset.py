@@ -142,7 +142,7 @@ class StreamDataset:
         self._closing = threading.Event()
         self._failure: BaseException | None = None
         self.counts: collections.Counter[str] = collections.Counter()
-        store.on_clear(self._forget)
+        store.on_clear(self._forget_cleared)
         self._receiver = StreamReceiver(run_id, self._deliver, credits=credits, network=network)
         self.endpoint = self._receiver.endpoint
         self._thread = threading.Thread(target=self._run, name="stream-dataset", daemon=True)
@@ -377,7 +377,7 @@ class StreamDataset:
             return Arrival(id, attempt, "", error=f"the store holds another attempt of {id!r}")
         return arrival
 
-    def _forget(self, ids: frozenset[str]) -> None:
+    def _forget_cleared(self, ids: frozenset[str]) -> None:
         """Drop the records of samples that the store has cleared. Runs on any thread."""
         with self._stored_lock:
             for id in ids:
@@ -420,7 +420,9 @@ class StreamHost:
             [
                 STREAM_OPEN.served_by(self.open),
                 STREAM_RESTORE.served_by(
-                    lambda asked: RestoreStreamAnswer(self._require_dataset().restore(asked.items))
+                    lambda request: RestoreStreamAnswer(
+                        self._require_dataset().restore(request.items)
+                    )
                 ),
                 STREAM_PRUNE.served_by(self._prune),
                 STREAM_CHECK.served_by(self._check),
@@ -552,8 +554,7 @@ def _check_key(
     if spec.rule != "free" and lengths != expected[spec.rule]:
         raise CodecError(
             f"{_describe_key(sample, spec)}: lengths {lengths!r:.80} do not fit "
-            f"{expected['L']!r:.80} "
-            f"tokens"
+            f"{expected['L']!r:.80} tokens"
         )
     if (
         spec.dtype in _FLOATS

@@ -111,10 +111,10 @@ def _serve(name: str, key: HostKey, args: argparse.Namespace) -> None:
         if args.temporary
         else contextlib.nullcontext(default_folder.absolute()) as folder
     ):
-        _serve_from(folder, name, key, args)
+        _run_agent(folder, name, key, args)
 
 
-def _serve_from(folder: Path, name: str, key: HostKey, args: argparse.Namespace) -> None:
+def _run_agent(folder: Path, name: str, key: HostKey, args: argparse.Namespace) -> None:
     agent = HostAgent(
         args.join,
         key,

@@ -490,7 +490,7 @@ COMMON = ("env=countdown", "actor.path=builtin_tiny", "mode=check")
         ),
         (
             ("experiment=grpo", "reward_model.path={policy}"),
-            "no folder that holds value_head.safetensors",
+            "not the folder of a reward model, value_head.safetensors is missing",
         ),
         (
             ("experiment=grpo", "reward_model.path={policy}", "reward_model.weight=2"),

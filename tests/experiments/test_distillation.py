@@ -69,7 +69,7 @@ def test_a_policy_that_was_told_what_became_of_its_rollouts_is_its_own_teacher(
     with pytest.raises(ConfigError, match=r"rollout.agent=.*: it writes its own prompts"):
         built("experiment=grpo_async", "rollout.agent=experiments.openai_agent:rollout", *where)
     with pytest.raises(
-        ConfigError, match=r"ppo.feedback=any \(ppo.algo=sdpo\): groups that others push"
+        ConfigError, match=r"ppo.feedback=any \(ppo.algo=sdpo\): groups that producers push"
     ):
         build_experiment(compose_config(["experiment=grpo_stream_http", "ppo.algo=sdpo"]))
 

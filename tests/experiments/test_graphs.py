@@ -293,7 +293,7 @@ def test_the_stream_brings_groups_in_place_of_episodes_and_a_server_unless_there
     with pytest.raises(ConfigError, match=r"actor.workers=\[0, 1\]"):
         built("experiment=grpo_stream_http", "actor.workers=[0,1]", "actor.backend=ddp")
     with pytest.raises(
-        ConfigError, match="takes the values of a critic, which grpo_stream_http has not"
+        ConfigError, match="takes the values of a critic, which grpo_stream_http does not have"
     ):
         built("experiment=grpo_stream_http", "ppo.adv_estimator=gae")
 

@@ -65,8 +65,8 @@ def command_lines(text: str) -> Iterator[tuple[str, bool]]:
     line: list[str] = []
     quote = ""
     joined = False
-    # Index in ``line`` of a backslash that may join two lines: nothing but blanks has followed it
-    # yet.
+    # Index in ``line`` of a backslash that may join two lines, because only blanks have followed it
+    # so far; -1 if there is none.
     backslash = -1
     for char, quote, escapes in quote_states(text):
         if joined and char in _BLANKS:

@@ -132,8 +132,8 @@ def parse_reply(data: Any, limits: OutputLimits) -> WorkerReply:
     if not isinstance(data, dict):
         raise BadFrame("not an object")
     _check_types(data, _FIELDS)
-    for stream, most in (("stdout", limits.stdout_bytes), ("stderr", limits.stderr_bytes)):
-        if len(data[stream]) > most + _NOTE_CHARS:
+    for stream, limit in (("stdout", limits.stdout_bytes), ("stderr", limits.stderr_bytes)):
+        if len(data[stream]) > limit + _NOTE_CHARS:
             raise BadFrame(f"more {stream} than was asked for")
     refusal = data.get("refusal")
     if refusal is not None:
@@ -329,7 +329,7 @@ class CliExecutor:
         """Let the worker run a command and return its reply. Raises TimeoutError if the reply is
         late, OSError if the worker is lost, and BadFrame if the reply is invalid."""
         limits = self._limits
-        if has_unsolicited_data(worker.channel):  # it would be taken for the answer to this command
+        if has_unsolicited_data(worker.channel):  # it would be read as the reply to this command
             raise BadFrame("an unsolicited frame")
         message = {
             "argv": argv,

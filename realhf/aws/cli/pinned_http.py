@@ -220,7 +220,7 @@ class PinnedConnection:
                 raise ConnectionClosedError(
                     error=error, request=request, endpoint_url=request.url
                 ) from error
-        response = AWSResponse(request.url, status, headers, _Raw(content))
+        response = AWSResponse(request.url, status, headers, _ResponseBody(content))
         if not request.stream_output:
             response._content = content
         return response
@@ -326,7 +326,7 @@ def _check_no_input(connection: socket.socket) -> None:
         raise ConnectionResetError("the simulator closed the connection")
 
 
-class _Raw(io.BytesIO):
+class _ResponseBody(io.BytesIO):
     """Response body with the interface that botocore expects."""
 
     def stream(self, amt: int = 65536, decode_content: bool | None = None) -> Iterator[bytes]:

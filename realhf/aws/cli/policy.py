@@ -98,26 +98,26 @@ def read_own_options(words: Sequence[str]) -> tuple[list[str], OwnOptions]:
     no effect are dropped. Raises RefusedRequest for an option that is given twice, has no value, or
     names an unknown binary format.
     """
-    kept: list[str] = []
-    found: dict[str, str] = {}
-    pending = iter(words)
-    for word in pending:
+    cli_words: list[str] = []
+    values: dict[str, str] = {}
+    remaining = iter(words)
+    for word in remaining:
         name, value = split_option(word)
         if name in DOCUMENTS or name == _BLOB_FORMAT:
             key = "document" if name in DOCUMENTS else name
-            value = value if value is not None else next(pending, None)
-            if key in found or value is None:
+            value = value if value is not None else next(remaining, None)
+            if key in values or value is None:
                 refuse(
                     "malformed",
                     f"option {name} is given once, with a value, and one document at most",
                 )
-            found |= {key: value, "option": name} if key == "document" else {key: value}
+            values |= {key: value, "option": name} if key == "document" else {key: value}
         elif word not in _WITHOUT_EFFECT:
-            kept.append(word)
-    blobs = found.get(_BLOB_FORMAT, "")
-    if _BLOB_FORMAT in found and blobs not in (RAW, BASE64):
+            cli_words.append(word)
+    blobs = values.get(_BLOB_FORMAT, "")
+    if _BLOB_FORMAT in values and blobs not in (RAW, BASE64):
         refuse("global-option", f"option {_BLOB_FORMAT} is {RAW} or {BASE64}")
-    return kept, OwnOptions(found.get("option", ""), found.get("document", ""), blobs)
+    return cli_words, OwnOptions(values.get("option", ""), values.get("document", ""), blobs)
 
 
 def read_words(words: Sequence[str]) -> tuple[list[str], Sequence[str]]:
@@ -257,7 +257,7 @@ def _split_words(command: str, max_bytes: int) -> list[str]:
 
 
 def _has_bare_newline(command: str) -> bool:
-    # hardly any command has more than one, and the rest takes long
+    # check for a line end first: few commands have one, and scanning the quotes is slow
     lines = "\n" in command or "\r" in command
     return lines and any(char in "\r\n" and not quote for char, quote, _ in quote_states(command))
 
@@ -344,13 +344,13 @@ def _check_values(service: str, words: Sequence[str]) -> None:
             plain = _PLAIN_FILE.fullmatch(value)
             if plain is None or not is_folder_name(plain.group(1)):
                 refuse("local-file", _PLAIN_NAMES_ONLY)
-        if _URL.match(value) and _may_be(option, *_FETCHED_OPTIONS):
+        if _URL.match(value) and _matches_option(option, *_FETCHED_OPTIONS):
             refuse("url-value", "no document is fetched from a URL here")
         if service in ("s3", "s3api") and _is_internal(option, value):
             refuse("internal-path", "this name is not part of AWS")
 
 
-def _may_be(option: str, *names: str) -> bool:
+def _matches_option(option: str, *names: str) -> bool:
     """Return whether the CLI could read ``option``, which may be abbreviated, as one of
     ``names``."""
     return len(option) > 2 and any(name.startswith(option) for name in names)
@@ -363,8 +363,8 @@ def _is_internal(option: str, value: str) -> bool:
     may be any string without "../".
     """
     address = value.startswith("s3://")
-    bucket = address or _may_be(option, *_BUCKET_OPTIONS)
-    key = _may_be(option, _KEY_OPTION)
+    bucket = address or _matches_option(option, *_BUCKET_OPTIONS)
+    key = _matches_option(option, _KEY_OPTION)
     if not bucket and not key:
         return False
     path = value.removeprefix("s3://")
@@ -383,7 +383,7 @@ def _check_files(service: str, operation: str, arguments: Sequence[str]) -> None
     ``file://``. Raises RefusedRequest."""
     key = (service, operation)
     for option, word in with_option(arguments):
-        if key in _FILE_OPTIONS and _may_be(option, _FILE_OPTIONS[key]):
+        if key in _FILE_OPTIONS and _matches_option(option, _FILE_OPTIONS[key]):
             if not is_folder_name(word):
                 refuse("local-file", _PLAIN_NAMES_ONLY)
         elif option:

@@ -72,7 +72,7 @@ def _decode(parsed: Any, shape: Any) -> None:
 
 
 def _decode_template(parsed: dict[str, Any], **arguments: Any) -> None:
-    with contextlib.suppress(RecursionError):  # the text stays
+    with contextlib.suppress(RecursionError):  # the template stays text
         json_decode_template_body(parsed, **arguments)
 
 
@@ -184,7 +184,7 @@ class StateClient:
             ValueError,
             LookupError,
             OverflowError,
-        ) as error:  # of botocore's decoders
+        ) as error:  # raised by botocore's decoders
             raise UnreadableAnswer(f"{service}:{operation}: {type(error).__name__}") from None
         answer.pop("ResponseMetadata", None)
         return answer

@@ -25,7 +25,7 @@ def is_plain_name(name: str) -> bool:
 
 
 def is_folder_name(name: str) -> bool:
-    """Return whether a string is a plain file name, or ``./`` and one."""
+    """Return whether a string is a plain file name, optionally with ``./`` in front."""
     return is_plain_name(name.removeprefix("./"))
 
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 def empty_folder(path: Path) -> None:
     """Remove everything inside a folder, whatever its depth. Raises OSError.
 
-    Entries two levels down are moved up first, which avoids recursion and too long paths.
+    Entries two levels down are moved up first, which avoids recursion and overlong paths.
     """
     top = os.open(path, _FOLDER_FLAGS)
     moved = uuid.uuid4().hex
@@ -72,11 +72,11 @@ def _unlink_files(folder: int) -> list[str]:
     """Remove all files from an open folder, and return the names of its subfolders. ``folder``:
     file descriptor."""
     with os.scandir(folder) as entries:
-        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-    for name, is_folder in found:
+        children = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in children:
         if not is_folder:
             os.unlink(name, dir_fd=folder)
-    return [name for name, is_folder in found if is_folder]
+    return [name for name, is_folder in children if is_folder]
 
 
 class VirtualFolder:
@@ -85,7 +85,7 @@ class VirtualFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._first = path
+        self._initial_path = path
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def put(self, name: str, content: bytes) -> None:
@@ -110,7 +110,9 @@ class VirtualFolder:
             empty_folder(self.path)
         except OSError as error:
             logger.warning("a session's folder cannot be emptied and is left: %s", error)
-            self.path = self._first.with_name(f"{self._first.name}-{uuid.uuid4().hex}")
+            self.path = self._initial_path.with_name(
+                f"{self._initial_path.name}-{uuid.uuid4().hex}"
+            )
             self.path.mkdir(mode=0o700)
             return False
         return True
@@ -118,10 +120,10 @@ class VirtualFolder:
     def enforce_limits(self) -> int:
         """Remove the newest files until the limits hold. Return the number of folders that may
         still be created."""
-        found = list(_walk(self.path))
+        entries = list(_walk(self.path))
         files = [
             (entry.stat(follow_symlinks=False), entry.path)
-            for entry in found
+            for entry in entries
             if not _is_folder(entry)
         ]
         files.sort(key=lambda file: file[0].st_mtime_ns)
@@ -130,7 +132,7 @@ class VirtualFolder:
             total += status.st_size
             if position >= MAX_FILES or status.st_size > MAX_FILE_BYTES or total > MAX_TOTAL_BYTES:
                 os.unlink(path)
-        return max(0, MAX_FOLDERS - (len(found) - len(files)))
+        return max(0, MAX_FOLDERS - (len(entries) - len(files)))
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

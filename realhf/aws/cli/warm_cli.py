@@ -24,7 +24,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import awscli  # (first: it makes the name botocore mean the CLI's own copy)
+import awscli  # (must be first: makes the name botocore refer to the CLI's own copy)
 import yaml
 from awscli import clidriver, paramfile
 from awscli.argparser import ServiceArgParser
@@ -68,22 +68,22 @@ _NUMBERS = frozenset({"integer", "long", "float", "double"})
 
 def find_excess(model: OperationModel, params: Any) -> str:
     """Return a message about the limit that a request exceeds, or "" if it exceeds none."""
-    stored = model.service_model.service_name == "s3"
-    for name, shape, value in _leaves(model.input_shape, params):
+    is_s3 = model.service_model.service_name == "s3"
+    for name, shape, value in _iterate_leaves(model.input_shape, params):
         if isinstance(value, (str, bytes)):
-            if not stored and has_many_aliases(value):
+            if not is_s3 and has_many_aliases(value):
                 return f"a document may have {MAX_ALIASES} aliases (*name)"
         elif shape is not None and shape.type_name in _NUMBERS and _COUNT_MEMBER.search(name):
-            most = shape.metadata.get("max") or MAX_COUNT
-            if isinstance(value, (int, float)) and value > most:
-                return f"{name} may be {most} at most here"
+            limit = shape.metadata.get("max") or MAX_COUNT
+            if isinstance(value, (int, float)) and value > limit:
+                return f"{name} may be {limit} at most here"
     return ""
 
 
 def has_many_aliases(document: str | bytes) -> bool:
     """Return whether a document, read as YAML, has more than ``MAX_ALIASES`` aliases."""
     if isinstance(document, bytes) and document.startswith(b"PK\x03\x04"):
-        return False  # an archive: no reader of YAML takes these characters
+        return False  # a zip archive, which no YAML parser accepts
     text = document.decode("utf-8", "replace") if isinstance(document, bytes) else document
     if text.count("*") <= MAX_ALIASES or "&" not in text:
         return False
@@ -93,12 +93,12 @@ def has_many_aliases(document: str | bytes) -> bool:
             n_aliases += isinstance(token, yaml.AliasToken)
             if n_aliases > MAX_ALIASES:
                 return True
-    except (yaml.YAMLError, ValueError):  # another reader may be less strict
+    except (yaml.YAMLError, ValueError):  # the simulator's parser may be less strict
         return len(_ALIAS.findall(text)) > MAX_ALIASES and _ANCHOR.search(text) is not None
     return False
 
 
-def _leaves(shape: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
+def _iterate_leaves(shape: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield (member name, shape, value) for every scalar in ``params``. Iterative, because agents
     may send deeply nested documents."""
     pending = [("", shape, params)]
@@ -114,7 +114,7 @@ def _leaves(shape: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
             yield name, shape, value
 
 
-_FETCHED = ("TemplateURL", "StackPolicyURL", "StackPolicyDuringUpdateURL")
+_URL_MEMBERS = ("TemplateURL", "StackPolicyURL", "StackPolicyDuringUpdateURL")
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 _MAX_DEPTH = 100
 _BRACKETS = re.compile(r"[][{}]")
@@ -152,7 +152,7 @@ def _text_blobs(shape: Any, params: Any) -> Iterator[tuple[Any, Any, str]]:
                 (key, str(key), members.get(key, getattr(shape, "value", None))) for key in value
             ]
         elif isinstance(value, list):
-            inner = [(place, name, getattr(shape, "member", None)) for place in range(len(value))]
+            inner = [(index, name, getattr(shape, "member", None)) for index in range(len(value))]
         else:
             continue
         for key, label, kind in inner:
@@ -275,11 +275,11 @@ class UndoLog:
         self._entries = []
         self._recording = True
         result = action()
-        taken = [(event_name, handler) for _, event_name, handler, _ in self._entries]
+        handlers = [(event_name, handler) for _, event_name, handler, _ in self._entries]
         self.undo()
         self._entries = outer
         self._recording = was_recording
-        return result, taken
+        return result, handlers
 
     def undo(self) -> None:
         """Stop recording and remove every handler registered since ``begin``."""
@@ -414,7 +414,7 @@ class WarmCli:
         self._clients: dict[tuple[Any, ...], Any] = {}
         self._document: Mapping[str, Any] = {}
         self._blobs = ""
-        self._relaxed: list[Any] = []
+        self._relaxed_arguments: list[Any] = []
         self._undo = UndoLog()
         self._log = RequestLog()
         _restrict_param_files(self._refuse)
@@ -424,7 +424,7 @@ class WarmCli:
         self._session = original.session
         self._create_client = self._session.create_client
         self._session.create_client = self._get_client  # pyright: ignore[reportAttributeAccessIssue]
-        # first: the log has what is sent
+        # registered before the log, so that the log has the parameters as they are sent
         self._session.register("provide-client-params", self._decode_blobs)
         self._log.attach(self._session)
         self._session.register("provide-client-params", self._check_bounds)
@@ -475,17 +475,19 @@ class WarmCli:
         finally:
             sys.stdout, sys.stderr = saved
             self._undo.undo()
-            for argument in self._relaxed:
+            for argument in self._relaxed_arguments:
                 argument.required = True
-            self._relaxed = []
+            self._relaxed_arguments = []
             self._document = {}
         return code or 0, self._log.entries
 
     def _relax_required(self, argument_table: Mapping[str, Any], **_: Any) -> None:
         """Make all options optional if the command has a document with parameters."""
         if self._document:
-            self._relaxed = [argument for argument in argument_table.values() if argument.required]
-            for argument in self._relaxed:
+            self._relaxed_arguments = [
+                argument for argument in argument_table.values() if argument.required
+            ]
+            for argument in self._relaxed_arguments:
                 argument.required = False
 
     def _fill_from_document(self, call_parameters: dict[str, Any], **_: Any) -> None:
@@ -516,7 +518,7 @@ class WarmCli:
             self._refuse("too-many", reason)
         if any(
             str(params.get(name, "")).lower().startswith(("http://", "https://"))
-            for name in _FETCHED
+            for name in _URL_MEMBERS
         ):
             self._refuse("url-value", "no document is fetched from a URL here")
         source = params.get("CopySource", "")

@@ -18,7 +18,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import awscli  # noqa: F401  (first: it makes the name botocore mean the CLI's own copy, also for policy)
+import awscli  # noqa: F401  (must be first: makes the name botocore refer to the CLI's own copy, also in policy)
 
 from realhf.aws.cli.policy import RefusedRequest
 from realhf.aws.cli.virtual_folder import MAX_DEPTH, MAX_FILES, MAX_FOLDERS, VirtualFolder
@@ -70,10 +70,10 @@ class CappedSink(io.RawIOBase):
     def text(self) -> str:
         """Return the kept bytes as text, cut at a character boundary, with a note if bytes were
         dropped. Carriage returns are removed and control characters replaced."""
-        kept = bytes(self._kept)
+        content = bytes(self._kept)
         if self._dropped:
-            kept = kept.decode("utf-8", "ignore").encode()
-        text = kept.decode("utf-8", "replace").replace("\r", "")
+            content = content.decode("utf-8", "ignore").encode()
+        text = content.decode("utf-8", "replace").replace("\r", "")
         if not text.isprintable():
             text = "".join(
                 c if (c >= " " and c != "\x7f") or c in "\n\t" else "\ufffd" for c in text

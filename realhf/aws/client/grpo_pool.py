@@ -148,11 +148,14 @@ class GrpoPool(SessionGroup):
         self._playing = True
         try:
             await self.reopen_lost()
-            ended = await self._run_all(rollout_fn)
+            results = await self._run_all(rollout_fn)
         finally:
             self._playing = False
-        errors = [end for end in ended if isinstance(end, BaseException)]
-        outcomes = [as_failure(end) if isinstance(end, BaseException) else end for end in ended]
+        errors = [result for result in results if isinstance(result, BaseException)]
+        outcomes = [
+            as_failure(result) if isinstance(result, BaseException) else result
+            for result in results
+        ]
         failed = describe_failures([o if isinstance(o, RolloutFailure) else None for o in outcomes])
         if errors or (failed and self.on_failure == "raise"):
             raise GroupError(f"rollouts failed: {failed}", outcomes) from (
@@ -168,18 +171,18 @@ class GrpoPool(SessionGroup):
         tasks = [
             asyncio.ensure_future(self._run_one(rollout_fn, index)) for index in range(self.size)
         ]
-        late: set[asyncio.Task[T | RolloutFailure]] = set()
+        unfinished: set[asyncio.Task[T | RolloutFailure]] = set()
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            _, late = await asyncio.wait(tasks, timeout=self.message_timeout_s)
+            _, unfinished = await asyncio.wait(tasks, timeout=self.message_timeout_s)
         finally:
             for task in tasks:
                 task.cancel()
-            ended = await asyncio.gather(*tasks, return_exceptions=True)
-        late_words = f"not over {self.message_timeout_s:g} s after another rollout's error"
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        timeout_message = f"not over {self.message_timeout_s:g} s after another rollout's error"
         return [
-            TimeoutError(late_words) if task in late else end
-            for task, end in zip(tasks, ended, strict=True)
+            TimeoutError(timeout_message) if task in unfinished else result
+            for task, result in zip(tasks, results, strict=True)
         ]
 
     async def _run_one(

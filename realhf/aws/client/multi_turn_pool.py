@@ -273,14 +273,16 @@ class MultiTurnEnvPool:
         player = EpisodePlayer(
             spec, "", agent, self.size, retries=retries, message_timeout_s=timeout_s, patience_s=0.0
         )
-        clock = _TimedPolicy(policy)
+        timed_policy = _TimedPolicy(policy)
         began = time.perf_counter()
-        outcomes = BlockingPlayer(player, thread).play(wanted, clock, lockstep=lockstep).outcomes
+        outcomes = (
+            BlockingPlayer(player, thread).play(wanted, timed_policy, lockstep=lockstep).outcomes
+        )
         total = time.perf_counter() - began
-        self.timings["generation_s"] += clock.seconds
-        self.timings["env_s"] += total - clock.seconds
-        self.timings["reset_s"] += (clock.first or began + total) - began
-        self.timings["rounds"] += clock.rounds
+        self.timings["generation_s"] += timed_policy.seconds
+        self.timings["env_s"] += total - timed_policy.seconds
+        self.timings["reset_s"] += (timed_policy.first or began + total) - began
+        self.timings["rounds"] += timed_policy.rounds
         texts = [turn.text for outcome in outcomes for turn in outcome.turns]
         self.timings["env_steps"] += sum(extract_command(text) is not None for text in texts)
         self.timings["episodes"] += len(outcomes)
@@ -308,13 +310,13 @@ class _SharedSessionEnvironment(AwsEnvironment):
             "", client=client, reopen=group.reopen, level=level, observation_chars=observation_chars
         )
         self._free = free
-        self._taken = client
+        self._leased_client = client
 
     async def close(self) -> None:
         """Close the session, because its state is unknown, and give it back to the pool, which
         reopens it."""
         await super().close()
-        self._free.append(self._taken)
+        self._free.append(self._leased_client)
 
 
 class _TimedPolicy:
@@ -350,7 +352,7 @@ def _build_task(arguments: Mapping[str, Any], seed: int) -> Task:
     return Task(name, group, arguments, seed=seed)
 
 
-_NUMBERS = {
+_INTEGER_VARIABLES = {
     "NUM_GENERATIONS": ("size", 8),
     "MAX_TURNS": ("max_turns", 6),
     "MAX_TOTAL_TOKENS": ("max_total_tokens", 4096),
@@ -364,7 +366,7 @@ def pool_arguments(environ: Mapping[str, str]) -> dict[str, Any]:
         "base_url": environ.get("AWS_RL_ENV_URL") or DEFAULT_URL,
         "token": environ.get("AWS_RL_ENV_TOKEN") or None,
     }
-    for variable, (argument, default) in _NUMBERS.items():
+    for variable, (argument, default) in _INTEGER_VARIABLES.items():
         text = environ.get(variable) or str(default)
         if not text.isdecimal() or int(text) < 1:
             raise ValueError(f"{variable} is {text!r}; it must be a positive whole number")

@@ -132,7 +132,7 @@ def record_group(
     None, NaN and failed outcomes are left out, never counted as zeros. A plain reward counts as a
     success if it is at least ``success_threshold``.
     """
-    entries = [_entry(result, success_threshold) for result in results]
+    entries = [_parse_result(result, success_threshold) for result in results]
     valid = [(reward, achieved) for reward, achieved, _ in entries if reward is not None]
     rewards = [reward for reward, _ in valid]
     achieved = sum(achieved for _, achieved in valid) / len(valid) if valid else None
@@ -149,7 +149,7 @@ def record_group(
     )
 
 
-def _entry(result: Any, threshold: float) -> tuple[float | None, bool, str]:
+def _parse_result(result: Any, threshold: float) -> tuple[float | None, bool, str]:
     """Return (reward or None, achieved, failure status) of one result."""
     if result is None:
         return None, False, "missing"

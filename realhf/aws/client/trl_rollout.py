@@ -69,12 +69,13 @@ class PoolRollouts:
             trainer.num_generations if trainer.model.training else trainer.num_generations_eval
         )
         tasks = [
-            {"chaos": False, **self._task_of(prompt)} for prompt in _distinct(prompts, group_size)
+            {"chaos": False, **self._task_of(prompt)}
+            for prompt in _one_prompt_per_group(prompts, group_size)
         ]
         seeds = [int(task.pop("seed", 0)) for task in tasks]
         policy = TransformersPolicy(trainer, self._pool.turn_tokens)
         groups = self._pool.run_groups(tasks, policy, group_size=group_size, seeds=seeds)
-        return _columns([outcome for group in groups for outcome in group], policy.chat)
+        return _build_columns([outcome for group in groups for outcome in group], policy.chat)
 
 
 class TransformersPolicy:
@@ -82,7 +83,7 @@ class TransformersPolicy:
     trainer's temperature."""
 
     def __init__(self, trainer: Any, max_new_tokens: int) -> None:
-        # TRL's own option for the same thing.
+        # TRL's own option for template variables.
         kwargs = getattr(getattr(trainer, "args", None), "chat_template_kwargs", None)
         self.chat = TemplateChat(
             trainer.processing_class, system_prompt=None, template_kwargs=kwargs
@@ -120,7 +121,7 @@ class TransformersPolicy:
             model.train(was_training)
         logits = torch.stack(generated.logits, dim=1).float() / self._trainer.temperature
         return [
-            self._output(ids, row)
+            self._build_output(ids, row)
             for ids, row in zip(generated.sequences[:, longest:], logits, strict=True)
         ]
 
@@ -128,7 +129,7 @@ class TransformersPolicy:
         """Do nothing: no state is kept between calls of ``generate``."""
         del slots
 
-    def _output(self, ids: torch.Tensor, logits: torch.Tensor) -> GenOutput:
+    def _build_output(self, ids: torch.Tensor, logits: torch.Tensor) -> GenOutput:
         """Return the output for one row of the batch. ``ids`` [n]: generated token ids, which are
         cut after the first stop id. ``logits`` [n, vocabulary]: logits divided by the
         temperature."""
@@ -139,7 +140,7 @@ class TransformersPolicy:
         return GenOutput(tokens[:count], chosen.tolist(), [0] * count, "stop" if ends else "length")
 
 
-def _distinct(prompts: Sequence[Any], group_size: int) -> list[Any]:
+def _one_prompt_per_group(prompts: Sequence[Any], group_size: int) -> list[Any]:
     """Return one prompt per group: TRL passes each prompt ``num_generations`` times in a row.
     Raises ValueError if it did not."""
     groups = [
@@ -150,7 +151,7 @@ def _distinct(prompts: Sequence[Any], group_size: int) -> list[Any]:
     return [group[0] for group in groups]
 
 
-def _columns(outcomes: Sequence[RolloutOutcome], chat: TemplateChat) -> dict[str, list[Any]]:
+def _build_columns(outcomes: Sequence[RolloutOutcome], chat: TemplateChat) -> dict[str, list[Any]]:
     rows = [outcome if outcome.valid and outcome.completion_ids else None for outcome in outcomes]
     end = list(chat.stop_ids[:1])
     return {

@@ -30,7 +30,7 @@ from realhf.web.refusal import Refusal
 
 LOG_FORMAT = "realhf-episode-1"
 """Format id of a downloaded episode."""
-_SHOWN = (
+_LOGGED_FIELDS = (
     "command_output", "error", "command_success", "refusal", "hint_text", "hints_used", "partial_progress",
     "task_achieved", "truncated", "steps_left",
 )  # fmt: skip
@@ -65,7 +65,7 @@ class PlaygroundSession:
         self._slot: Slot | None = None
         self._player: EpisodePlayer | None = None
         self._solution: list[str] = []
-        self._followed: list[str] = []
+        self._reference_outputs: list[str] = []
         self._random = random.Random()
         self.log: dict[str, Any] | None = None
         """Log of the episode so far, in the format of the download; None before the first
@@ -82,7 +82,7 @@ class PlaygroundSession:
 
         Raises WireError, and the errors of ``MiniStackPool.start``.
         """
-        task = self._draw(order)
+        task = self._choose_task(order)
         if self._player is None:
             self._player = self._make_player(self._lease())
         self._clear_episode()
@@ -97,7 +97,7 @@ class PlaygroundSession:
             "episode_id": observation["episode_id"],
             "task": observation["task"],
             "seed": task.seed,
-            "names": _shown_names(task, observation["task"]["description"]),
+            "names": _names_in_text(task, observation["task"]["description"]),
             "max_steps": observation["steps_left"],
             "infra_state": self._player.state()["infra_state"],
             "steps": [],
@@ -107,7 +107,7 @@ class PlaygroundSession:
     def _clear_episode(self) -> None:
         self.log = None
         self._solution = []
-        self._followed = []
+        self._reference_outputs = []
 
     def step(self, command: str) -> dict[str, Any]:
         """Run a command and return its log entry. Raises Refusal if no episode is running, and
@@ -124,7 +124,7 @@ class PlaygroundSession:
         before = steps[-1]["score"] if steps and self._summed else 0.0
         entry = {
             "command": command,
-            **{key: observation[key] for key in _SHOWN},
+            **{key: observation[key] for key in _LOGGED_FIELDS},
             "reward": reward,
             "score": before + reward,
             "done": done,
@@ -134,13 +134,17 @@ class PlaygroundSession:
         following = self._next_reference_command()
         if following is not None and following.split() == command.split():
             # later reference commands capture from it
-            self._followed.append(observation["command_output"])
+            self._reference_outputs.append(observation["command_output"])
         steps.append(entry)
         return entry
 
     def _next_reference_command(self) -> str | None:
-        done = len(self._followed)
-        return resolve(self._solution[done], self._followed) if done < len(self._solution) else None
+        done = len(self._reference_outputs)
+        return (
+            resolve(self._solution[done], self._reference_outputs)
+            if done < len(self._solution)
+            else None
+        )
 
     def solution(self) -> dict[str, Any]:
         """Return the first command of the reference solution that the player has not run yet:
@@ -148,7 +152,7 @@ class PlaygroundSession:
         without an episode."""
         if self.log is None:
             raise no_episode()
-        position = len(self._followed) + 1
+        position = len(self._reference_outputs) + 1
         return {
             "command": self._next_reference_command(),
             "position": position,
@@ -189,7 +193,7 @@ class PlaygroundSession:
             self._slot = self._pool.acquire()
         return self._slot
 
-    def _draw(self, order: dict[str, Any]) -> Task:
+    def _choose_task(self, order: dict[str, Any]) -> Task:
         task_id = order.get("task_id")
         tier = order.get("tier")
         seed = order.get("seed")
@@ -208,12 +212,12 @@ class PlaygroundSession:
             raise WireError(VALIDATION_ERROR, f"no task has the tier {tier}") from None
 
 
-def _shown_names(task: Task, description: str) -> list[str]:
+def _names_in_text(task: Task, description: str) -> list[str]:
     """Return the resource names that the description contains, longest first. The page highlights
     them."""
-    drawn = {str(value) for value in task.params.values()}
-    shown = sorted(name for name in drawn if len(name) > 2 and name in description)
-    return sorted(shown, key=len, reverse=True)
+    values = {str(value) for value in task.params.values()}
+    names = sorted(name for name in values if len(name) > 2 and name in description)
+    return sorted(names, key=len, reverse=True)
 
 
 T = TypeVar("T")
@@ -265,7 +269,7 @@ class Playground:
             why = (
                 error.strerror or str(error)
                 if isinstance(error, OSError)
-                else "the server's log tells why"
+                else "see the server's log for the reason"
             )
             raise Refusal(
                 503, f"the simulator did not start ({why}); try again", code="NO_SIMULATOR"

@@ -107,11 +107,11 @@ class AwsServed(ServedEnvironment):
         """Return what is wrong with a tool call, or "" if it is valid."""
         if not isinstance(params, Mapping) or params.get("name") != TOOL["name"]:
             return "params name the tool 'aws'"
-        given = params.get("arguments")
-        if not isinstance(given, Mapping) or set(given) != {"command"}:
+        arguments = params.get("arguments")
+        if not isinstance(arguments, Mapping) or set(arguments) != {"command"}:
             return "arguments hold one text: command"
         try:
-            self.check_action(given)
+            self.check_action(arguments)
         except WireError as error:
             return error.message
         return ""

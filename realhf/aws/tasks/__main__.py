@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     console = Console() if sys.stdout.isatty() else Console(width=_FILE_COLUMNS)
     if options.action == "members":
-        return _make_members(templates, plays, options.pool_size, options.output, console)
+        return _write_member_table(templates, plays, options.pool_size, options.output, console)
     began = time.monotonic()
     try:
         problems = validate(templates, options.seeds, options.pool_size, console)
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if bad else 0
 
 
-def _make_members(
+def _write_member_table(
     templates: Sequence[Template],
     plays: Mapping[int, Sequence[Mapping[str, Any]]],
     pool_size: int,

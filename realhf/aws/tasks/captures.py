@@ -34,7 +34,7 @@ def resolve(command: str, outputs: Sequence[str]) -> str:
 
     def value(match: re.Match[str]) -> str:
         try:
-            return _text(_find(match, [_parse_json(output) for output in outputs]))
+            return _to_text(_evaluate(match, [_parse_json(output) for output in outputs]))
         except CaptureError:
             return match[0]
 
@@ -51,8 +51,8 @@ def fill_setup(value: Any, answers: Sequence[Mapping[str, Any]]) -> Any:
     if isinstance(value, str):
         whole = _SETUP.fullmatch(value)
         if whole:
-            return _find(whole, answers)
-        return _SETUP.sub(lambda match: _text(_find(match, answers)), value)
+            return _evaluate(whole, answers)
+        return _SETUP.sub(lambda match: _to_text(_evaluate(match, answers)), value)
     if isinstance(value, Mapping):
         return {fill_setup(key, answers): fill_setup(item, answers) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -65,17 +65,19 @@ def setup_captures(value: Any) -> set[str]:
     return {match[0] for match in _SETUP.finditer(repr(value))}
 
 
-def _find(match: re.Match[str], documents: Sequence[Any]) -> Any:
+def _evaluate(match: re.Match[str], documents: Sequence[Any]) -> Any:
     number = int(match[1])
     path = match[2].removeprefix("$.")
     if not 1 <= number <= len(documents):
-        raise CaptureError(f"{match[0]} refers to what has not happened")
+        raise CaptureError(
+            f"{match[0]} refers to a command or request that does not exist or has not run yet"
+        )
     try:
         value = jmespath.search(path, documents[number - 1])
     except JMESPathError as error:
         raise CaptureError(f"{match[0]}: {error}") from None
     if value is None:
-        raise CaptureError(f"{match[0]} finds nothing")
+        raise CaptureError(f"{match[0]} matches nothing")
     return value
 
 
@@ -86,5 +88,5 @@ def _parse_json(output: str) -> Any:
         return None
 
 
-def _text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)

@@ -90,8 +90,8 @@ _SEED_SHARE = 10
 """One in this many seeds is held out."""
 _FOLDERS = {"drift": "expert"}
 """Tiers of files and folders that are named differently from their tier."""
-_PLACE = re.compile(r"(?<!\$)\{([a-z_]+)\}")
-_FILLED = (
+_PLACEHOLDER = re.compile(r"(?<!\$)\{([a-z_]+)\}")
+_FILLED_KEYS = (
     *("setup_commands", "success_criteria", "solution", "any_of", "free", "may_change", "verbatim"),
     *("desired_state_spec", "possible_drifts", "assets", "decoys"),
 )
@@ -205,8 +205,8 @@ def training_tags(
             template.tier for template in load_templates(tiers, tags=[STARTER], split=split)
         }
         return [STARTER] if starters >= set(tiers) else []
-    given = {template.tier for template in load_templates(tiers, tags=tags, split=split)}
-    if missing := [tier for tier in tiers if tier not in given]:
+    matching_tiers = {template.tier for template in load_templates(tiers, tags=tags, split=split)}
+    if missing := [tier for tier in tiers if tier not in matching_tiers]:
         raise TaskError(f"the tier {missing[0]!r} has no template with the tags {', '.join(tags)}")
     return list(tags)
 
@@ -285,7 +285,7 @@ def instantiate(
         key: draw_name(rng, split) if kind == "words" else rng.choice(kind)
         for key, kind in template.params.items()
     }
-    filled = {key: fill(getattr(template, key), params) for key in _FILLED}
+    filled = {key: fill(getattr(template, key), params) for key in _FILLED_KEYS}
     additional = phrasings().get(template_id, ()) if rephrased and split == "train" else ()
     descriptions = [*template.description, *additional]
     task = Task.from_json(
@@ -318,8 +318,8 @@ def whole_state(task: Task) -> list[str]:
 
 
 def mistakes(task: Task) -> list[Mistake]:
-    """Return the typical mistakes in this task. If a mistake has no recovery of its own, it is
-    recovered from by the task's solution."""
+    """Return the typical mistakes in this task. For a mistake without a recovery of its own, the
+    recovery is the task's solution."""
     habits = []
     for entry in get_template(task.task_id).mistakes:
         recovery = fill(entry["recovery"], task.params) if "recovery" in entry else task.solution
@@ -336,10 +336,10 @@ def fill(value: Any, params: Mapping[str, Any]) -> Any:
     if isinstance(value, str):
         if "{" not in value:
             return value
-        whole = _PLACE.fullmatch(value)
+        whole = _PLACEHOLDER.fullmatch(value)
         if whole and whole[1] in params:
             return params[whole[1]]
-        return _PLACE.sub(lambda match: str(_lookup(match, params)), value)
+        return _PLACEHOLDER.sub(lambda match: str(_lookup(match, params)), value)
     if isinstance(value, Mapping):
         return {fill(key, params): fill(item, params) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -409,12 +409,12 @@ def line_of(template: Template, key: str, place: int | None = None) -> int:
     entry = _nodes(template.file)[template.task_id]
     for name, value in entry.value:
         if name.value == key:
-            listed = (
+            is_element = (
                 place is not None
                 and isinstance(value, yaml.SequenceNode)
                 and place < len(value.value)
             )
-            return (value.value[place] if listed else name).start_mark.line + 1
+            return (value.value[place] if is_element else name).start_mark.line + 1
     return entry.start_mark.line + 1
 
 

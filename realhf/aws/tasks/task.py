@@ -176,23 +176,23 @@ class Task:
             raise TaskError(f"task is not JSON: {error}") from None
         if not isinstance(data, Mapping):
             raise TaskError("task is not an object")
-        given: dict[Any, Any] = {
+        fields: dict[Any, Any] = {
             "template": f"task-{data.get('task_id')}",
             "seed": 0,
             "setup": [],
             "success": {},
         }
-        given |= {
+        fields |= {
             _WIRE_NAMES.get(name, name): value
             for name, value in data.items()
             if value is not None and name not in _WIRE_NAMES.values()
         }
         for name in ("setup", "possible_drifts", "decoys"):
-            given[name] = _normalize_commands(given.get(name) or [])
+            fields[name] = _normalize_commands(fields.get(name) or [])
         try:
-            task = msgspec.convert(given, cls)
+            task = msgspec.convert(fields, cls)
         except ValueError as error:
-            raise TaskError(f"task: {_NAMED.sub(_replace_by_wire_name, str(error))}") from None
+            raise TaskError(f"task: {_FIELD_NAME.sub(_replace_by_wire_name, str(error))}") from None
         task._check()
         return task
 
@@ -218,7 +218,7 @@ _WIRE_NAMES: Mapping[str, str] = {
     "success_criteria": "success",
 }
 """Names of ``Task`` fields by their names on the wire, for fields with different names."""
-_NAMED = re.compile(r"(?<=`)(\$\.)?(tier|setup|success)\b")
+_FIELD_NAME = re.compile(r"(?<=`)(\$\.)?(tier|setup|success)\b")
 """Matches a field name in an error message of msgspec; it is replaced by the field's name on the
 wire."""
 

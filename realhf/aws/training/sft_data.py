@@ -98,7 +98,7 @@ class ScriptSpeaker:
 def _build_user_messages(reply: Opening | Turn) -> list[dict[str, Any]]:
     """Return the messages of an opening or turn, each with the observation as an additional key.
 
-    The episode id is left out because it is random; the file shall depend on the seed alone.
+    The random episode id is left out, so that the file depends on the seed alone.
     """
     observation = {
         key: value for key, value in reply.info["observation"].items() if key != "episode_id"

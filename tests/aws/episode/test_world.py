@@ -107,7 +107,7 @@ def test_captures_of_set_up_and_of_steps(episode: Episode) -> None:
     shown = episode.reset(task).observation["task"]["description"]
     assert "subnet-" in shown and "$" not in shown
     assert play(episode, task, task.solution) == (True, 1.0)
-    with pytest.raises(EpisodeError, match="finds nothing"):
+    with pytest.raises(EpisodeError, match="matches nothing"):
         episode.reset(
             wire_task(description="${setup1:Nope}", setup_commands=["aws s3 mb s3://bbb"])
         )
