@@ -125,7 +125,9 @@ def test_its_patience_with_an_environment_that_is_away_ends_with_what_failed(
 ):
     """It played round after round for ever, and said that it had pushed no groups."""
     monkeypatch.setattr(
-        producer_worker, "Player", lambda *of, **by: EpisodePlayer(*of, **{**by, "patience_s": 0.0})
+        producer_worker,
+        "EpisodePlayer",
+        lambda *of, **by: EpisodePlayer(*of, **{**by, "patience_s": 0.0}),
     )
     where = ("--env-url", "http://127.0.0.1:9", "--policy", str(tiny_policy), "--tiers", "warmup")
     flags = [*FLAGS, *where, "--patience-s", "0"]

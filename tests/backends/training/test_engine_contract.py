@@ -201,7 +201,7 @@ class ThreadRanks:
         self._board = board
         self._barrier = barrier
 
-    def own(self, costs: Sequence[int]) -> list[int]:
+    def select_rows(self, costs: Sequence[int]) -> list[int]:
         """Sequences by their tokens; a rank may go without."""
         real = [i for i, cost in enumerate(costs) if cost]
         if len(real) < self.size:
