@@ -42,7 +42,7 @@ from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.continuous_batching import ContinuousGenerator
 from realhf.backends.training.selected_logprobs import selected_logprobs
 from realhf.backends.training.torch_engine import TorchEngine
-from realhf.base.tensor_digest import digests
+from realhf.base.tensor_digest import digest_tensors
 from realhf.transport.weights import WeightPublisher, receive
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -291,7 +291,9 @@ class Bench:
                     stream.load_weights(version, tensors)
                     held = stream.weight_digests([*weights])
                     seconds.append(time.perf_counter() - began)
-                    if {name: tensor.digest for name, tensor in held.items()} != digests(weights):
+                    if {name: tensor.digest for name, tensor in held.items()} != digest_tensors(
+                        weights
+                    ):
                         raise RuntimeError(
                             "the engine does not hold the weights that were published"
                         )

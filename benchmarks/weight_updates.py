@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from realhf.api.calls import TRIAL_CHANGE, TRIAL_RESTORE, ProbeRequest
 from realhf.backends.embedded.continuous_batching import ContinuousGenerator
 from realhf.backends.training.torch_engine import TorchEngine
-from realhf.base.tensor_digest import digests
+from realhf.base.tensor_digest import digest_tensors
 from realhf.dataflow.weight_proof import SHORT_PREFIX, EngineWeightDigests, WeightProbe, WeightTrial
 from realhf.transport.weights import WeightPublisher, receive
 
@@ -114,7 +114,7 @@ def main() -> None:
         update.seconds.clear()
         for version in range(1, args.repeats + 1):
             update.load(version)
-            update.timed("trainer digests, in publish", lambda: digests(tensors))
+            update.timed("trainer digests, in publish", lambda: digest_tensors(tensors))
             update.timed(
                 "blake2b", lambda: [hashlib.blake2b(_bytes(tensor)) for tensor in tensors.values()]
             )

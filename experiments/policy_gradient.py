@@ -69,7 +69,7 @@ from realhf.api.sample import MicroBatchSpec
 from realhf.api.source import GroupSignal
 from realhf.base.dataclass_json import to_json_value
 from realhf.base.hf_config import HEAD_FILE
-from realhf.base.plugin import absolute
+from realhf.base.plugin import absolute_reference
 from realhf.env.loader.load import chosen_environment, with_environment
 
 SESSIONS = 32
@@ -739,7 +739,7 @@ def stream_rollouts(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
 def resolve_agent(config: Config) -> str:
     """Return the reference to the agent with an absolute path, because rollout workers import it.
     Raises ConfigError if its file does not exist."""
-    agent = absolute(config.rollout.agent)
+    agent = absolute_reference(config.rollout.agent)
     file = agent.rpartition(":")[0]
     if file.endswith(".py") and not Path(file).is_file():
         raise ConfigError(f"rollout.agent={config.rollout.agent}: there is no file {file}")

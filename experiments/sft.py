@@ -36,7 +36,7 @@ from realhf.api.parallel import parallel_of
 from realhf.api.sample import MicroBatchSpec
 from realhf.backends.shipped_policy import LESSONS, find_shipped_policy, is_outdated
 from realhf.base.dataclass_json import to_json_value
-from realhf.base.files import content_key, imported_files
+from realhf.base.files import content_key, find_imported_files
 from realhf.base.installation import PACKAGE
 from realhf.env.loader.load import ChosenEnvironment, chosen_environment, with_environment
 from realhf.monitor.provenance import package_versions
@@ -133,7 +133,7 @@ def build_warm_start(config: Config) -> ExperimentSpec:
     spec = _build_supervised(
         config, steps=options.train_steps, batch=options.batch_size, optimizer=options.optimizer
     )
-    files = imported_files(PACKAGE, LEARNING_MODULES)
+    files = find_imported_files(PACKAGE, LEARNING_MODULES)
     made_from: dict[str, Any] = {
         "artifacts": [job.artifact.name for job in spec.jobs],
         "seed": config.seed,
@@ -326,7 +326,7 @@ def _demonstrations_job(config: Config, environment: ChosenEnvironment) -> JobSp
     module, argv = _demonstration_program(environment, _demonstration_request(config, config.seed))
     program = environment.spec.demonstrations
     files = {
-        *imported_files(PACKAGE, (module,)),
+        *find_imported_files(PACKAGE, (module,)),
         *(program.files if program is not None else _environment_files(environment)),
     }
     key = content_key(
@@ -368,7 +368,7 @@ def _environment_files(environment: ChosenEnvironment) -> list[Path]:
     file = environment.reference.partition(":")[0]
     if file.endswith(".py"):
         return [Path(file)]
-    return imported_files(PACKAGE, (str(getattr(environment.spec.make, "__module__", "")),))
+    return find_imported_files(PACKAGE, (str(getattr(environment.spec.make, "__module__", "")),))
 
 
 def build_untrained_policy(config: Config, demonstrations: Path | None = None) -> JobSpec:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import realhf
-from realhf.base.terminal import guarded_output
+from realhf.base.terminal import guard_output
 
 COMMANDS = {
     "python -m "
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
-    with guarded_output():  # closing the pipe early is no error
+    with guard_output():  # closing the pipe early is no error
         parser.parse_args(argv)
         print(parser.description)
     return 0

@@ -23,7 +23,7 @@ from hypothesis import settings
 from realhf.aws.episode.episode import Episode
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from realhf.aws.tasks.loader import instantiate, load_templates
-from realhf.base.process import collect_rarely
+from realhf.base.process import collect_garbage_rarely
 from tests.costs import pytest_runtest_call, pytest_terminal_summary
 from tests.opt_in import pytest_addoption, skip_opt_in
 from tests.sharing import place, pytest_xdist_make_scheduler
@@ -53,7 +53,7 @@ def pytest_configure() -> None:
     httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ssl_context)
     for name in ("connect", "read", "write", "pool"):
         setattr(httpx_config.DEFAULT_TIMEOUT_CONFIG, name, PATIENCE_S)
-    collect_rarely()
+    collect_garbage_rarely()
 
 
 def pytest_collection_finish() -> None:

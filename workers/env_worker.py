@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import realhf
 from realhf.base.loopback import is_loopback_host
-from realhf.base.tls import in_memory
+from realhf.base.tls import in_memory_file
 from realhf.env.server.config import ServerConfig
 from realhf.env.server.interfaces import ServedEnvironment
 from realhf.env.server.server import EnvServer, listen
@@ -142,7 +142,7 @@ def serve(program: ServerProgram, arguments: argparse.Namespace) -> None:
             host = network.host if is_loopback_host(config.host) else config.host
             config = replace(config, host=host, token=keys.token)
             if not is_loopback_host(host):
-                path = stack.enter_context(in_memory(keys.certificate + keys.certificate_key))
+                path = stack.enter_context(in_memory_file(keys.certificate + keys.certificate_key))
                 config = replace(config, tls_cert=path, tls_key=path)
         listener = stack.enter_context(closing(listen(config.host, config.port)))
         served, config = program.prepare(arguments, config)

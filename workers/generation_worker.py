@@ -35,7 +35,7 @@ from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import WEIGHTS
 from realhf.backends.streaming_engines import longest_sequence, make_streaming_generator
 from realhf.backends.training.tokenizer_loading import load_tokenizer
-from realhf.base.process import settle
+from realhf.base.process import collect_garbage_normally
 from realhf.dataflow.weight_proof import EngineWeightDigests, WeightProbe, probe_ids
 from realhf.monitor.trace import open_trace
 from realhf.rollout.generation_client import build_answer, build_request
@@ -354,7 +354,7 @@ def main() -> int:
         worker = GenerationWorker(
             plan, plan.spec.rollout, args.index, args.run_id, args.master, network, beside_trainer
         )
-        settle()
+        collect_garbage_normally()
         worker.run()
 
     return run_planned(str(__doc__), work, _add_flags)

@@ -47,11 +47,11 @@ from realhf.api.experiment import EvaluationSpec, InterfaceType, RolloutSpec, Ru
 from realhf.api.graph import build_graph
 from realhf.api.source import DataSource
 from realhf.base.event_loops import new_event_loop
-from realhf.base.files import run_folder_needed
-from realhf.base.host_resources import LoadOfSteps
+from realhf.base.files import convert_run_folder_errors
+from realhf.base.host_resources import HostLoadMetrics
 from realhf.base.messages import Call
 from realhf.base.plugin import load_plugin
-from realhf.base.process import settle
+from realhf.base.process import collect_garbage_normally
 from realhf.dataflow.best_policy import BestPolicy, best_policy_metrics
 from realhf.dataflow.buffer import EndOfData
 from realhf.dataflow.checkpoint import Checkpoint, CheckpointStore
@@ -130,7 +130,7 @@ class MasterWorker:
         self._roles = Roles(
             plan.spec, self._rpc, timeout_s=plan.rpc.call_timeout_s, trusted=plan.network.trusted
         )
-        self._loads = LoadOfSteps()
+        self._loads = HostLoadMetrics()
         self._wall_before = 0.0
         """Seconds that the run took before this start."""
         self._saved_step = 0
@@ -175,7 +175,7 @@ class MasterWorker:
     async def _run(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
             tracer = stack.enter_context(open_trace(self._spec.run_dir, "master"))
-            stack.enter_context(run_folder_needed(self._spec.run_dir))
+            stack.enter_context(convert_run_folder_errors(self._spec.run_dir))
             # first, so that a run that cannot resume changes nothing
             checkpoint = await self._find_checkpoint()
             await self._wait_for_workers()
@@ -367,7 +367,7 @@ class MasterWorker:
     async def _train_steps(self, done: int, total: int) -> None:
         checkpoint_due = False
         # start the measurement: load before the first step is not counted
-        self._loads.figures(self._rpc.loads())
+        self._loads.measure(self._rpc.loads())
         for step in range(done, total):
             try:
                 report = await self._execute(step)
@@ -499,7 +499,7 @@ class MasterWorker:
         episodes = [text for stats in report.stats.values() for text in stats.get("episodes", [])]
         metrics |= await self._steps.step_metrics(report)
         episodes += self._steps.list_transcripts(report)
-        metrics |= self._loads.figures(self._rpc.loads())
+        metrics |= self._loads.measure(self._rpc.loads())
         self._log.step(step, public_names(metrics, **self._named_calls), episodes)
         for call in report.calls:
             if call.stats.get("skipped"):
@@ -798,7 +798,7 @@ def main() -> int:
         plan = RunPlan.read(args.run_dir)
         for plugin in plan.plugins:
             load_plugin(plugin)
-        settle()
+        collect_garbage_normally()
         raise_descriptor_limit()
         network = Network.for_master(plan.network, read_keys(args.key_file))
         with asyncio.Runner(loop_factory=new_event_loop) as runner:

@@ -43,7 +43,7 @@ from realhf.api.trace import WEIGHTS
 from realhf.backends.training.tokenizer_loading import check_same_tokens
 from realhf.base.host_resources import usable_cores
 from realhf.base.loopback import is_loopback_host
-from realhf.base.process import keep_this_process, settle
+from realhf.base.process import block_exit_in_threads, collect_garbage_normally
 from realhf.data.stream_dataset import StreamHost
 from realhf.dataflow.model_host import Handler, ModelHost, call_interfaces
 from realhf.dataflow.served_generation import ServedEngine, ServedGeneration
@@ -225,7 +225,7 @@ class ModelWorker:
             addressed=self._network.add_token,
             recorder=self._recorder,
         )
-        settle()
+        collect_garbage_normally()
         return Nothing()
 
     def _publish_weights(self, request: PublishWeightsRequest) -> PublishWeightsAnswer:
@@ -366,7 +366,7 @@ def main() -> int:
 
     def work(plan: RunPlan, args: argparse.Namespace) -> None:
         raise_descriptor_limit()
-        keep_this_process()  # a sys.exit in an episode's thread must be an error, not the end of the process
+        block_exit_in_threads()  # a sys.exit in an episode's thread must be an error, not the end of the process
         ModelWorker(plan, args.index, args.run_id, args.master, network_of(plan, args)).run()
 
     return run_planned(str(__doc__), work)

@@ -23,8 +23,8 @@ from realhf.api.sample import MicroBatchSpec
 from realhf.backends.training.tokenizer_loading import check_context, load_tokenizer
 from realhf.base.event_loops import new_event_loop
 from realhf.base.loop_thread import LoopWatch
-from realhf.base.process import keep_this_process, settle
-from realhf.base.tls import with_certificate
+from realhf.base.process import block_exit_in_threads, collect_garbage_normally
+from realhf.base.tls import embed_certificate
 from realhf.env.loader.load import build_environment
 from realhf.monitor.rollouts.writer import open_rollouts
 from realhf.monitor.trace import open_trace
@@ -241,7 +241,7 @@ class RolloutWorker:
         urls = self._env_urls
         keys = self._network.keys
         url = self._network.add_token(urls[number % len(urls)]) if urls else ""
-        return url if keys is None else with_certificate(url, keys.certificate)
+        return url if keys is None else embed_certificate(url, keys.certificate)
 
     def _on_roster(self, roster: Mapping[str, WorkerInfo]) -> None:
         urls = tuple(
@@ -272,8 +272,8 @@ def main() -> int:
         torch.set_num_threads(1)
         if plan.spec.rollout is None:
             raise ValueError(f"experiment {plan.spec.name} has no rollout workers")
-        settle()
-        keep_this_process()  # a sys.exit in an episode's thread must be an error, not the end of the process
+        collect_garbage_normally()
+        block_exit_in_threads()  # a sys.exit in an episode's thread must be an error, not the end of the process
         raise_descriptor_limit()  # to every rank of the trainer, among others
         network = network_of(plan, args)
         RolloutWorker(plan, plan.spec.rollout, args.index, args.run_id, args.master, network).run()

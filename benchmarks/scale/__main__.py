@@ -38,7 +38,7 @@ from typing import Any
 
 from benchmarks.scale.master import Simulation, make_plan, say
 from realhf.base.event_loops import new_event_loop
-from realhf.base.process import settle
+from realhf.base.process import collect_garbage_normally
 from realhf.dataflow.journal.audit import audit_folder
 
 GOAL_PER_S = 3000.0
@@ -102,7 +102,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="scale-", dir=args.folder))
     try:
         plan = make_plan(folder, args)
-        settle()
+        collect_garbage_normally()
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             figures = runner.run(Simulation(plan, args).measure())
         say("... auditing the journal")

@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
-from realhf.base.partition import balanced_parts, parts_near
+from realhf.base.partition import balanced_parts, balanced_parts_near_homes
 from realhf.dataflow.storage_map import StorageMap
 
 TOKEN_BYTES = 18
@@ -37,7 +37,9 @@ def step(
         loads[home] += length
         homes.append(home)
         storage.record([str(number)], [KEY], names[home])
-    parts = parts_near(tokens, homes, ranks) if near else balanced_parts(tokens, ranks)
+    parts = (
+        balanced_parts_near_homes(tokens, homes, ranks) if near else balanced_parts(tokens, ranks)
+    )
     apart = {name: [str(i) for i in part] for name, part in zip(names, parts, strict=True)}
     scored = _moved(storage, apart, hosts, tokens)
     together = {name: [str(i) for i in range(len(tokens))] for name in names}

@@ -18,7 +18,7 @@ from realhf.api.algorithm import Algorithm
 from realhf.api.config import ExperimentConfig
 from realhf.api.keys import FEEDBACK_RATIOS, FEEDBACKS, NONE, TURN_IDS, TURN_KEYS
 from realhf.api.option import option
-from realhf.base.plugin import absolute
+from realhf.base.plugin import absolute_reference
 from realhf.registry import advantage_estimators, policy_losses
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -369,7 +369,7 @@ class ResolvedOptions(PolicyGradientOptions):
                 "dynamic_sampling",
             )
         }
-        resolved["algo"] = absolute(config.algo)
+        resolved["algo"] = absolute_reference(config.algo)
         return {
             **{item.name: getattr(config, item.name) for item in fields(config)},
             **resolved,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from realhf.api.option import problems
 from realhf.base.plugin import load_reference, split_reference
-from realhf.base.text import close_to
+from realhf.base.text import suggest_names
 
 T = TypeVar("T")
 CLIP_OPTIONS = ("eps_clip", "eps_clip_higher", "c_clip", "ratio")
@@ -115,7 +115,9 @@ class Algorithm:
             given = {name: getattr(given, name) for name in known} if given is not None else {}
         for name in given:
             if name not in known:
-                raise ValueError(f"algorithm.{name} is not an option{close_to(str(name), known)}")
+                raise ValueError(
+                    f"algorithm.{name} is not an option{suggest_names(str(name), known)}"
+                )
         own = self.options(**given)
         if wrong := [*problems(own, "algorithm")]:
             raise ValueError("\n".join(wrong))

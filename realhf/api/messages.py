@@ -28,7 +28,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from realhf.base.json_values import json_problem, shown
+from realhf.base.json_values import format_value, json_problem
 
 ROLES = ("system", "user", "assistant", "tool")
 """Roles of messages."""
@@ -58,7 +58,7 @@ def message_problems(found: Any, what: str, roles: Sequence[str] = ROLES) -> Ite
     roles: the roles that a message about an invalid role suggests.
     """
     if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Sequence):
-        yield f"{what} must be a list of messages, not {shown(found)}"
+        yield f"{what} must be a list of messages, not {format_value(found)}"
         return
     for number, message in enumerate(found):
         if problem := _message_problem(message, roles):
@@ -68,16 +68,16 @@ def message_problems(found: Any, what: str, roles: Sequence[str] = ROLES) -> Ite
 def _message_problem(message: Any, roles: Sequence[str]) -> str:
     """Return what is wrong with a message; "" if it is valid."""
     if not isinstance(message, Mapping):
-        return f" must be a map with role and content, not {shown(message)}"
+        return f" must be a map with role and content, not {format_value(message)}"
     calls = message.get("role") == "assistant" and message.get("tool_calls") not in (None, [])
     for key in ("role",) if calls else ("role", "content"):
         if key not in message:
-            return f" has no {key}: {shown(dict(message))}"
+            return f" has no {key}: {format_value(dict(message))}"
     if message["role"] not in ROLES:
-        return f": the role is one of {', '.join(roles)}: {shown(message['role'])}"
+        return f": the role is one of {', '.join(roles)}: {format_value(message['role'])}"
     content = message.get("content")
     if not isinstance(content, str) and not (calls and content is None):
-        return f": the content must be text, not {shown(content)}"
+        return f": the content must be text, not {format_value(content)}"
     problem = _optional_problem(message) or json_problem(message)
     return f": {problem}" if problem else ""
 
@@ -92,15 +92,15 @@ def _optional_problem(message: Mapping[str, Any]) -> str:
             return f"{key} is for messages of the role assistant, not {message['role']}"
     for key in ("name", "tool_call_id", "reasoning_content"):
         if key in given and not isinstance(given[key], str):
-            return f"{key} must be text, not {shown(given[key])}"
+            return f"{key} must be text, not {format_value(given[key])}"
     if "train" in given and not isinstance(given["train"], bool):
-        return f"train must be true or false, not {shown(given['train'])}"
+        return f"train must be true or false, not {format_value(given['train'])}"
     return _calls_problem(given["tool_calls"]) if "tool_calls" in given else ""
 
 
 def _calls_problem(calls: Any) -> str:
     if isinstance(calls, (str, bytes, Mapping)) or not isinstance(calls, Sequence):
-        return f"tool_calls must be a list, not {shown(calls)}"
+        return f"tool_calls must be a list, not {format_value(calls)}"
     for number, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if (
@@ -109,9 +109,9 @@ def _calls_problem(calls: Any) -> str:
             or not function["name"]
         ):
             form = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
-            return f"tool_calls[{number}] must be {form}, not {shown(call)}"
+            return f"tool_calls[{number}] must be {form}, not {format_value(call)}"
         if not _are_arguments(function.get("arguments")):
-            given = shown(function.get("arguments"))
+            given = format_value(function.get("arguments"))
             return f"tool_calls[{number}].arguments must be an object or its JSON text, not {given}"
     return ""
 
@@ -153,7 +153,7 @@ def demonstration_problems(row: Mapping[str, Any]) -> Iterator[str]:
     schemas of ``tools``. Turns to be trained on must not be empty.
     """
     if "messages" not in row:
-        yield f"the row has no messages (it has {', '.join(map(shown, [*row][:8])) or 'nothing'})"
+        yield f"the row has no messages (it has {', '.join(map(format_value, [*row][:8])) or 'nothing'})"
         return
     messages = row["messages"]
     if problems := [*message_problems(messages, "messages")]:
@@ -191,7 +191,7 @@ def tool_problems(found: Any, what: str = "tools") -> Iterator[str]:
     """Yield a sentence, beginning with ``what``, for each invalid schema of a tool. A schema is
     JSON with a name."""
     if not isinstance(found, (list, tuple)):
-        yield f"{what} must be a list of JSON schemas, not {shown(found)}"
+        yield f"{what} must be a list of JSON schemas, not {format_value(found)}"
         return
     for number, tool in enumerate(found):
         function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -201,6 +201,6 @@ def tool_problems(found: Any, what: str = "tools") -> Iterator[str]:
             or not function["name"]
         ):
             form = '{"type": "function", "function": {"name": ..., ...}}'
-            yield f"{what}[{number}] must be {form}, not {shown(tool)}"
+            yield f"{what}[{number}] must be {form}, not {format_value(tool)}"
         elif problem := json_problem(tool):
             yield f"{what}[{number}]: {problem}"

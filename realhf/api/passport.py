@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.evaluation import wilson_interval
-from realhf.base.files import write_whole
+from realhf.base.files import write_atomic
 
 PASSPORT_FILE = "passport.json"
 """Name of the copy in a run folder."""
@@ -80,7 +80,7 @@ class Passport:
         """Write the passport. Raises OSError."""
         about = {name: value for name, value in vars(self).items() if name != "kinds"}
         kinds = {name: counts.to_json() for name, counts in sorted(self.kinds.items())}
-        write_whole(file, json.dumps(about | {"kinds": kinds}, indent=1) + "\n")
+        write_atomic(file, json.dumps(about | {"kinds": kinds}, indent=1) + "\n")
 
     def line(self) -> str:
         """Return the passport as one line of text."""

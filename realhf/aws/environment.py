@@ -48,10 +48,10 @@ from realhf.aws.tasks.loader import (
     training_tags,
 )
 from realhf.aws.tasks.task import TIERS, TaskError
-from realhf.base.files import matching_files
+from realhf.base.files import find_matching_files
 from realhf.base.installation import PACKAGE
 from realhf.base.text import shorten
-from realhf.base.tls import without_certificate
+from realhf.base.tls import split_certificate
 from realhf.env.openenv_client import (
     EnvError,
     OpenEnvClient,
@@ -283,7 +283,7 @@ class AwsEnvironment:
         observation_chars: int = OBSERVATION_CHARS,
         show_ids: bool = False,
     ) -> None:
-        address, self._tls = without_certificate(address)
+        address, self._tls = split_certificate(address)
         self._address, self._token = split_token(address)
         self._client = client
         self._own = client is None
@@ -388,7 +388,7 @@ def build(options: AwsOptions) -> EnvironmentSpec:
             "realhf.aws.training.sft_data",
             lambda request: demonstration_arguments(options, request),
             lambda request: demonstration_scripts(options, request),
-            files=tuple(matching_files(PACKAGE, ("aws/tasks/**/*",))),
+            files=tuple(find_matching_files(PACKAGE, ("aws/tasks/**/*",))),
             packages=("ministack", "awscli"),
         ),
         shipped_policy=PACKAGE / "aws" / "training" / "policy",

@@ -1,3 +1,3 @@
-from realhf.base.installation import needs
+from realhf.base.installation import require_modules
 
-needs("train", "torch", "transformers")
+require_modules("train", "torch", "transformers")

@@ -24,7 +24,7 @@ from typing import Any
 import realhf
 from realhf.api.config import BuiltinModelConfig
 from realhf.api.messages import demonstration_problems
-from realhf.base.files import whole_folder
+from realhf.base.files import atomic_folder
 from realhf.base.json_rows import read_json_lines
 
 SPECIAL_TOKENS = PAD, USER, ASSISTANT, END = ("<|pad|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -158,7 +158,7 @@ def build_builtin_policy(
     vocab_size = config.vocab_size if demonstrations else len(SPECIAL_TOKENS) + 256
     tokenizer = train_tokenizer(texts, vocab_size, config.max_positions)
     model = build_model(config, vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id, seed)
-    with whole_folder(out) as partial:
+    with atomic_folder(out) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
 

@@ -23,7 +23,7 @@ _RESOLUTION_S = 0.001
 """Resolution of uvloop's timers, in seconds."""
 
 
-def result(future: concurrent.futures.Future[T], seconds: float) -> T:
+def wait_for_future(future: concurrent.futures.Future[T], seconds: float) -> T:
     """Return ``future.result()``. Raises TimeoutError if it takes longer than ``seconds``."""
     process_clock.wait(lambda left: concurrent.futures.wait((future,), left).done, seconds)
     return future.result(0)
@@ -61,10 +61,10 @@ class _Timer:
 
     def _start(self) -> None:
         self._handle = self._later(
-            max(0.0, self._when - process_clock.now()), self._ring, context=self._context
+            max(0.0, self._when - process_clock.now()), self._fire, context=self._context
         )
 
-    def _ring(self) -> None:
+    def _fire(self) -> None:
         if self._when - process_clock.now() > _RESOLUTION_S:
             self._start()
             return

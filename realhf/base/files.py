@@ -29,7 +29,7 @@ _PROBE_BYTES = 1 << 20
 """Size of the test file that checks whether the disk accepts data."""
 
 
-def disk_reason(error: BaseException) -> str:
+def describe_disk_error(error: BaseException) -> str:
     """Return the disk error behind ``error``, or "" if the disk is not the cause.
 
     Also recognises errors of other processes by their text.
@@ -38,16 +38,16 @@ def disk_reason(error: BaseException) -> str:
     text = str(error)
     return next(
         (
-            os.strerror(every)
-            for every in DISK_ERRORS
-            if every == number or os.strerror(every) in text
+            os.strerror(known)
+            for known in DISK_ERRORS
+            if known == number or os.strerror(known) in text
         ),
         "",
     )
 
 
 @contextmanager
-def disk_blamed(folder: Path) -> Iterator[None]:
+def convert_disk_errors(folder: Path) -> Iterator[None]:
     """Raise an OSError that names ``folder`` if code in the block fails because of the disk.
 
     Libraries report disk errors in different ways (torch reports an unexpected position), so any
@@ -61,14 +61,15 @@ def disk_blamed(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         number = next(
-            (every for every in DISK_ERRORS if os.strerror(every) in str(error)), _refusal(folder)
+            (known for known in DISK_ERRORS if os.strerror(known) in str(error)),
+            _probe_disk(folder),
         )
         if number is None:
             raise
         raise OSError(number, os.strerror(number), str(folder)) from error
 
 
-def _refusal(folder: Path) -> int | None:
+def _probe_disk(folder: Path) -> int | None:
     """Return the error number with which the disk refuses a test write; None if it accepts it."""
     probe = folder / f".probe.{os.getpid()}"
     try:
@@ -85,7 +86,7 @@ def _refusal(folder: Path) -> int | None:
 
 
 @contextmanager
-def whole_file(out: Path, *, synced: bool = False) -> Iterator[Path]:
+def atomic_file(out: Path, *, synced: bool = False) -> Iterator[Path]:
     """Yield a path next to ``out`` to write to, which replaces ``out`` at the end of the block.
 
     If the block fails, the partial file is removed and ``out`` stays unchanged, for example when
@@ -94,10 +95,10 @@ def whole_file(out: Path, *, synced: bool = False) -> Iterator[Path]:
     synced: flush the file and its name to the disk before returning. Raises OSError.
     """
     if out.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "a file is wanted, and it is a folder", str(out))
+        raise IsADirectoryError(errno.EISDIR, "expected a file, found a folder", str(out))
     partial = out.with_name(f"{out.name}.partial")
     try:
-        with disk_blamed(out.parent):
+        with convert_disk_errors(out.parent):
             yield partial
         if synced:
             sync(partial)
@@ -110,9 +111,9 @@ def whole_file(out: Path, *, synced: bool = False) -> Iterator[Path]:
         sync(out.parent)
 
 
-def write_whole(out: Path, text: str, *, synced: bool = False) -> None:
+def write_atomic(out: Path, text: str, *, synced: bool = False) -> None:
     """Write a text to a file atomically. Raises OSError."""
-    with whole_file(out, synced=synced) as partial:
+    with atomic_file(out, synced=synced) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
@@ -122,7 +123,7 @@ class RunFolderError(RuntimeError):
 
 
 @contextmanager
-def run_folder_needed(folder: Path) -> Iterator[None]:
+def convert_run_folder_errors(folder: Path) -> Iterator[None]:
     """Convert OSErrors about files in ``folder`` to RunFolderError.
 
     Errors of a full disk pass through unchanged; they are reported elsewhere.
@@ -134,48 +135,47 @@ def run_folder_needed(folder: Path) -> Iterator[None]:
         if not inside or error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise RunFolderError(
-            f"{error.filename} cannot be used: {error.strerror}; put it in order or take it away, "
-            f"then run again, or "
-            "begin anew with recover_mode=disabled, which deletes what the run has"
+            f"{error.filename} cannot be used: {error.strerror}; repair or remove it, then run "
+            "again, or start over with recover_mode=disabled, which deletes the run's files"
         ) from error
 
 
-def dangling(path: Path) -> OSError:
+def dangling_link_error(path: Path) -> OSError:
     """Return the error for a symbolic link whose target does not exist, typically on a disk that is
     not mounted."""
     return OSError(
-        errno.ENOENT, f"it is a link to {os.readlink(path)}, which is not there", str(path)
+        errno.ENOENT, f"it is a link to {os.readlink(path)}, which does not exist", str(path)
     )
 
 
 def unused_name(path: Path, ending: str) -> Path:
     """Return an unused path for keeping an unreadable file: ``path`` with the suffix ``ending``,
     and a number if that name is taken."""
-    found = path.with_name(f"{path.name}{ending}")
+    candidate = path.with_name(f"{path.name}{ending}")
     number = 1
-    while os.path.lexists(found):
+    while os.path.lexists(candidate):
         number += 1
-        found = path.with_name(f"{path.name}{ending}-{number}")
-    return found
+        candidate = path.with_name(f"{path.name}{ending}-{number}")
+    return candidate
 
 
-def kept_aside(path: Path) -> Path | None:
+def set_aside(path: Path) -> Path | None:
     """Rename an unreadable file, so that the next write does not replace it, and return its new
     path.
 
     Returns None if the file is absent or empty. Raises OSError.
     """
     if path.is_symlink() and not path.exists():
-        raise dangling(path)
+        raise dangling_link_error(path)
     if not path.exists() or (path.is_file() and path.stat().st_size == 0):
         return None
-    kept = unused_name(path, DAMAGED)
-    os.replace(path, kept)
-    return kept
+    new_path = unused_name(path, DAMAGED)
+    os.replace(path, new_path)
+    return new_path
 
 
 @contextmanager
-def whole_folder(out: Path) -> Iterator[Path]:
+def atomic_folder(out: Path) -> Iterator[Path]:
     """Yield an empty folder next to ``out`` to write to, which replaces ``out`` at the end of the
     block.
 
@@ -186,39 +186,45 @@ def whole_folder(out: Path) -> Iterator[Path]:
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     recover_folder(out)
-    partial, before = (out.with_name(f".{out.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
+    partial, backup = (out.with_name(f".{out.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # marks the folder as being written
-        with disk_blamed(partial):
+        with convert_disk_errors(partial):
             yield partial
         if not os.path.lexists(out):
             os.replace(partial, out)
         elif not _exchange(partial, out):
-            os.replace(out, before)
+            os.replace(out, backup)
             os.replace(partial, out)
     finally:
-        if before.exists() and not out.exists():
+        if backup.exists() and not out.exists():
             with suppress(OSError):
-                os.replace(before, out)
+                os.replace(backup, out)
         _remove(partial)
         if out.exists():
-            _remove(before)
+            _remove(backup)
         os.close(lock)
 
 
 def recover_folder(out: Path) -> None:
-    """Restore ``out`` if a killed ``whole_folder`` had moved it away, and remove the leftovers next
+    """Restore ``out`` if a killed ``atomic_folder`` had moved it away, and remove the leftovers next
     to it.
 
     Folders that another process is still writing are left alone. Raises OSError.
     """
-    name = re.compile(rf"\.{re.escape(out.name)}\.(\d+)\.(tmp|old)")
-    left = [out.with_name(text) for text in sorted(os.listdir(out.parent)) if name.fullmatch(text)]
-    left = [path for path in left if _abandoned(path) and _abandoned(path.with_suffix(".tmp"))]
-    for path in left:
+    pattern = re.compile(rf"\.{re.escape(out.name)}\.(\d+)\.(tmp|old)")
+    leftovers = [
+        out.with_name(text) for text in sorted(os.listdir(out.parent)) if pattern.fullmatch(text)
+    ]
+    leftovers = [
+        path
+        for path in leftovers
+        if _is_abandoned(path) and _is_abandoned(path.with_suffix(".tmp"))
+    ]
+    for path in leftovers:
         if path.suffix == ".old" and not os.path.lexists(out):
             os.replace(path, out)
         else:
@@ -230,8 +236,8 @@ _YOUNG_S = 60.0
 not have locked it yet."""
 
 
-def _abandoned(path: Path) -> bool:
-    """Return whether the process that wrote a folder of ``whole_folder`` has ended."""
+def _is_abandoned(path: Path) -> bool:
+    """Return whether the process that wrote a folder of ``atomic_folder`` has ended."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -302,7 +308,7 @@ def open_plain(path: Path) -> BinaryIO:
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return os.fdopen(handle, "rb")
 
 
@@ -366,9 +372,9 @@ class LineTail:
                 file.readline(CHUNK_BYTES)
                 self._offset = file.tell()
                 yield first.rstrip(b"\n")
-            yield from self._added(file, about.st_size)
+            yield from self._new_lines(file, about.st_size)
 
-    def _added(self, file: BinaryIO, size: int) -> Iterator[bytes]:
+    def _new_lines(self, file: BinaryIO, size: int) -> Iterator[bytes]:
         """Yield the new lines up to ``size`` bytes."""
         while self._offset < size:
             file.seek(self._offset)
@@ -385,7 +391,7 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 """A dotted name."""
 
 
-def digest_of(root: Path, folders: Iterable[str]) -> str:
+def digest_folders(root: Path, folders: Iterable[str]) -> str:
     """Return a SHA-256 digest of the names and contents of all files in these folders of ``root``,
     except compiled and hidden files."""
     digest = hashlib.sha256()
@@ -398,7 +404,7 @@ def digest_of(root: Path, folders: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def imported_files(package: Path, roots: Iterable[str]) -> list[Path]:
+def find_imported_files(package: Path, roots: Iterable[str]) -> list[Path]:
     """Return the files of ``package`` that contain the modules ``roots`` (such as
     ``realhf.api.sample``) and all modules that these import, directly or indirectly.
 
@@ -406,39 +412,39 @@ def imported_files(package: Path, roots: Iterable[str]) -> list[Path]:
     Raises FileNotFoundError for a root that does not exist.
     """
     file_of: dict[str, str] = {}
-    waiting = list(roots)
-    for root in waiting:
-        if not _file(package, root):
+    pending = list(roots)
+    for root in pending:
+        if not _find_module_file(package, root):
             raise FileNotFoundError(f"{package} has no module {root}")
-    while waiting:
-        name = waiting.pop()
+    while pending:
+        name = pending.pop()
         if name not in file_of:
-            file = file_of[name] = _file(package, name)
+            file = file_of[name] = _find_module_file(package, name)
             if file:
-                waiting += _named_in(Path(file).read_text(encoding="utf-8"))
+                pending += _module_names_in(Path(file).read_text(encoding="utf-8"))
     return sorted({Path(file) for file in file_of.values() if file})
 
 
-def matching_files(package: Path, patterns: Iterable[str]) -> list[Path]:
+def find_matching_files(package: Path, patterns: Iterable[str]) -> list[Path]:
     """Return the files of ``package`` that match any of the patterns.
 
     Raises FileNotFoundError for a pattern without a match.
     """
-    found: set[Path] = set()
+    matches: set[Path] = set()
     for pattern in patterns:
         files = {path for path in package.glob(pattern) if path.is_file() and path.suffix != ".pyc"}
         if not files:
             raise FileNotFoundError(f"no file of {package} matches {pattern}")
-        found |= files
-    return sorted(found)
+        matches |= files
+    return sorted(matches)
 
 
 @cache
-def _named_in(text: str) -> frozenset[str]:
-    return frozenset(_names(ast.parse(text)))
+def _module_names_in(text: str) -> frozenset[str]:
+    return frozenset(_iterate_module_names(ast.parse(text)))
 
 
-def _names(module: ast.Module) -> Iterator[str]:
+def _iterate_module_names(module: ast.Module) -> Iterator[str]:
     """Yield all names that may be modules: ``from a.b import c`` yields ``a.b`` and ``a.b.c``."""
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
@@ -454,7 +460,7 @@ def _names(module: ast.Module) -> Iterator[str]:
             yield node.value
 
 
-def _file(package: Path, module: str) -> str:
+def _find_module_file(package: Path, module: str) -> str:
     """Return the path of a module of the package, or of the non-empty ``__init__.py`` of a
     subpackage; "" for other names.
 

@@ -57,7 +57,7 @@ class TrainerMemory:
     """AdamW moments; 0 if they are offloaded."""
 
     @property
-    def later(self) -> int:
+    def first_update(self) -> int:
         """Bytes that are allocated only at the first update."""
         return self.gradients + self.moments
 
@@ -93,8 +93,8 @@ def activation_bytes(size: ModelSize, dtype: str, tokens: int, *, checkpointing:
     used here.
     """
     block = 16 * size.hidden + 4 * size.inner
-    kept = size.layers * size.hidden + block if checkpointing else size.layers * block
-    return _BYTES[dtype] * tokens * kept
+    per_token = size.layers * size.hidden + block if checkpointing else size.layers * block
+    return _BYTES[dtype] * tokens * per_token
 
 
 def model_size(path: str) -> ModelSize | None:
@@ -105,26 +105,26 @@ def model_size(path: str) -> ModelSize | None:
         with suppress(ImportError, ValueError, OSError):
             from huggingface_hub import try_to_load_from_cache
 
-            found = try_to_load_from_cache(path, "config.json")
-            folder = Path(found).parent if isinstance(found, str) else folder
+            cached_file = try_to_load_from_cache(path, "config.json")
+            folder = Path(cached_file).parent if isinstance(cached_file, str) else folder
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
-        described = size_of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        size = estimate_size(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         shapes = tensor_shapes(folder)
         if not shapes:
-            return described
-        counted = sum(math.prod(shape) for shape in shapes.values())
+            return size
+        parameters = sum(math.prod(shape) for shape in shapes.values())
         return ModelSize(
-            counted,
+            parameters,
             block_matrices(shapes),
-            described.layers,
-            described.hidden,
-            described.inner,
-            described.key_values,
+            size.layers,
+            size.hidden,
+            size.inner,
+            size.key_values,
         )
     return None
 
 
-def size_of(config: Mapping[str, Any]) -> ModelSize:
+def estimate_size(config: Mapping[str, Any]) -> ModelSize:
     """Estimate the size of a dense or mixture-of-experts decoder with gated feed-forward networks
     from its ``config.json``, within a few percent.
 
@@ -133,7 +133,7 @@ def size_of(config: Mapping[str, Any]) -> ModelSize:
     text = config.get("text_config") or config
     hidden = int(text.get("hidden_size") or text["n_embd"])
     layers = layer_options(text)
-    blocks = [_block(layer, hidden) for layer in layers]
+    blocks = [_block_shapes(layer, hidden) for layer in layers]
     matrices = tuple(matrix for block, _, _ in blocks for matrix in block)
     embeddings = (
         int(text["vocab_size"]) * hidden * (1 if text.get("tie_word_embeddings", True) else 2)
@@ -145,7 +145,7 @@ def size_of(config: Mapping[str, Any]) -> ModelSize:
     return ModelSize(parameters, matrices, len(layers), hidden, inner, key_values)
 
 
-def _block(layer: Mapping[str, Any], hidden: int) -> tuple[list[tuple[int, int]], int, int]:
+def _block_shapes(layer: Mapping[str, Any], hidden: int) -> tuple[list[tuple[int, int]], int, int]:
     """Return the shapes of a layer's matrices, the width of its feed-forward network, and the
     KV-cache numbers per token."""
     heads = int(layer.get("num_attention_heads") or layer["n_head"])
@@ -163,7 +163,7 @@ _FULL = "full_attention"
 """Type of layers that attend to all tokens."""
 _SLIDING = "sliding_attention"
 """Type of layers with a sliding window."""
-_OF_FULL_LAYERS = {
+_FULL_LAYER_OPTIONS = {
     "head_dim": "global_head_dim",
     "num_key_value_heads": "num_global_key_value_heads",
 }
@@ -179,37 +179,39 @@ def layer_options(text: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     number = int(text.get("num_hidden_layers") or text["n_layer"])
     kinds = text.get("layer_types")
-    given = text.get("per_layer_config")
-    own = (
-        {int(index): options for index, options in given.items()}
-        if isinstance(given, Mapping)
+    overrides = text.get("per_layer_config")
+    by_layer = (
+        {int(index): options for index, options in overrides.items()}
+        if isinstance(overrides, Mapping)
         else {}
     )
-    full = {option: text.get(name) for option, name in _OF_FULL_LAYERS.items() if text.get(name)}
+    full = {
+        option: text.get(name) for option, name in _FULL_LAYER_OPTIONS.items() if text.get(name)
+    }
     if text.get("attention_k_eq_v") is False:
         full.pop("num_key_value_heads", None)
     layers = []
     for index in range(number):
-        sees_all = isinstance(kinds, list) and index < len(kinds) and kinds[index] == _FULL
-        layers.append({**text, **(full if sees_all else {}), **(own.get(index) or {})})
+        is_full = isinstance(kinds, list) and index < len(kinds) and kinds[index] == _FULL
+        layers.append({**text, **(full if is_full else {}), **(by_layer.get(index) or {})})
     return layers
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor in a folder's safetensors files, read from the file headers;
     unreadable files are skipped."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             with file.open("rb") as content:
                 size = int.from_bytes(content.read(8), "little")
                 head = json.loads(content.read(size)) if size <= LARGEST_HEAD else {}
-            found |= {
+            shapes |= {
                 name: tuple(map(int, about["shape"]))
                 for name, about in head.items()
                 if name != "__metadata__"
             }
-    return found
+    return shapes
 
 
 def block_matrices(shapes: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, int], ...]:
@@ -235,7 +237,7 @@ _EXTENDED = frozenset({"linear", "yarn"})
 """Kinds of rotary embedding whose ``factor`` multiplies ``max_position_embeddings``, unless the
 configuration gives the length before scaling. The length of llama3 already includes the
 extension."""
-_BY_LENGTH = frozenset({"dynamic", "longrope", "su"})
+_LENGTH_DEPENDENT = frozenset({"dynamic", "longrope", "su"})
 """Kinds of rotary embedding that rotate all tokens differently once a text exceeds the length
 before scaling. Beyond that length the keys cached by generation differ from those of the trainer,
 which processes the whole text at once, so the context ends there."""
@@ -249,53 +251,55 @@ def context_limit(config: Mapping[str, Any]) -> int:
 
     Source of the rules: vLLM, ``_get_and_verify_max_len``.
     """
-    text = _text(config)
+    text = _text_config(config)
     positions = (
         text.get(name) for name in ("max_position_embeddings", "n_positions", "max_seq_len")
     )
     limit = next(
-        (int(found) for found in positions if isinstance(found, int | float) and found >= 1),
+        (int(value) for value in positions if isinstance(value, int | float) and value >= 1),
         UNLIMITED,
     )
-    kind, rope = _rope(text)
-    before = rope.get("original_max_position_embeddings") or text.get(
+    kind, rope = _find_rope(text)
+    original_limit = rope.get("original_max_position_embeddings") or text.get(
         "original_max_position_embeddings"
     )
-    before = before if isinstance(before, int | float) else None
-    if kind in _BY_LENGTH:
-        return min(limit, int(before)) if before else limit
+    original_limit = original_limit if isinstance(original_limit, int | float) else None
+    if kind in _LENGTH_DEPENDENT:
+        return min(limit, int(original_limit)) if original_limit else limit
     factor = rope.get("factor")
     if kind not in _EXTENDED or not isinstance(factor, int | float):
         return limit
-    return max(limit, int(factor * before)) if before else int(factor * limit)
+    return max(limit, int(factor * original_limit)) if original_limit else int(factor * limit)
 
 
 def context_reason(config: Mapping[str, Any]) -> str:
     """Return why the context is shorter than the model's configuration says, as a suffix for the
     number; "" if it is not."""
-    kind, _ = _rope(_text(config))
+    kind, _ = _find_rope(_text_config(config))
     return (
-        f" (its rotary embedding, {kind}, changes for longer texts)" if kind in _BY_LENGTH else ""
+        f" (its rotary embedding, {kind}, changes for longer texts)"
+        if kind in _LENGTH_DEPENDENT
+        else ""
     )
 
 
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration of the text decoder of a model, which may have other parts."""
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) else config
 
 
-def _rope(text: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def _find_rope(text: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Return kind and options of the rotary embedding; if layers differ, of one that depends on the
     length."""
-    given = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    given = given if isinstance(given, Mapping) else {}
-    ropes = [rope for rope in (given, *given.values()) if isinstance(rope, Mapping)]
-    found = [(str(rope.get("rope_type") or rope.get("type") or "default"), rope) for rope in ropes]
-    return next((rope for rope in found if rope[0] in _BY_LENGTH), found[0])
+    options = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    options = options if isinstance(options, Mapping) else {}
+    ropes = [rope for rope in (options, *options.values()) if isinstance(rope, Mapping)]
+    kinds = [(str(rope.get("rope_type") or rope.get("type") or "default"), rope) for rope in ropes]
+    return next((rope for rope in kinds if rope[0] in _LENGTH_DEPENDENT), kinds[0])
 
 
-_KEPT = frozenset({"full_attention", "sliding_attention", "attention", "sliding"})
+_SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", "sliding"})
 """Layer types whose only state is keys and values for each token."""
 _KINDS = ("layer_types", "layers_block_type", "block_types")
 """Options that list the types of the layers."""
@@ -312,7 +316,7 @@ _STATE_OPTIONS = (
 )
 """Prefixes of options that only models with a recurrent state have; older files do not list layer
 types."""
-_OWN_WINDOWS = ("attention_types", "attention_layers", "keep_window_size")
+_WINDOW_OPTIONS = ("attention_types", "attention_layers", "keep_window_size")
 """Options of models that limit which tokens are visible by column, regardless of the mask that they
 receive."""
 _ALIBI = frozenset({"bloom", "mpt"})
@@ -323,7 +327,7 @@ _DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "Model")
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Options that give the number of experts."""
-_MIXES = ("is_moe", "enable_moe_block")
+_MIXTURE_SWITCHES = ("is_moe", "enable_moe_block")
 """Options that some models have in addition to the number of experts; if one is false, there are no
 experts."""
 
@@ -331,17 +335,17 @@ experts."""
 def routed_experts(config: Mapping[str, Any]) -> int:
     """Return the number of experts from which the router of the model chooses; 0 for a dense
     model."""
-    text = _text(config)
+    text = _text_config(config)
     inner = text.get("ffn_config")
-    if any(text.get(option) is False for option in _MIXES):
+    if any(text.get(option) is False for option in _MIXTURE_SWITCHES):
         return 0
     places = (text, inner if isinstance(inner, Mapping) else {})
     counts = [place.get(option) for place in places for option in _EXPERTS]
-    most = max((max(_whole(count), default=0) for count in counts), default=0)
+    most = max((max(_list_integers(count), default=0) for count in counts), default=0)
     return most if most > 1 else 0
 
 
-def _whole(count: Any) -> list[int]:
+def _list_integers(count: Any) -> list[int]:
     """Return a number, or a list of one number per layer, as a list of its integers."""
     return [n for n in (count if isinstance(count, list) else [count]) if isinstance(n, int)]
 
@@ -388,7 +392,7 @@ def _problems(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[st
         yield f"{names[0]} is not a causal language model"
     kinds = [layers for option in _KINDS if isinstance(layers := text.get(option), list)]
     odd = dict.fromkeys(
-        str(layer) for layers in kinds for layer in layers if str(layer) not in _KEPT
+        str(layer) for layers in kinds for layer in layers if str(layer) not in _SUPPORTED_LAYERS
     )
     if odd:
         yield (
@@ -398,14 +402,14 @@ def _problems(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[st
     elif not kinds or kind.startswith(_STATE_SPACE):
         marks = [option for option in text if option.startswith(_STATE_OPTIONS)]
         if kind.startswith(_STATE_SPACE) or marks:
-            told = f"{kind!r} with {marks[0]}" if marks else repr(kind)
+            description = f"{kind!r} with {marks[0]}" if marks else repr(kind)
             yield (
-                f"it has state-space or linear layers ({told}), whose state is not keys and values "
+                f"it has state-space or linear layers ({description}), whose state is not keys and values "
                 f"for each token"
             )
-    if differing := _differing(text):
+    if differing := _find_layer_difference(text):
         yield differing
-    if windowed := next((name for name in _OWN_WINDOWS if _local(text.get(name))), None):
+    if windowed := next((name for name in _WINDOW_OPTIONS if _has_window(text.get(name))), None):
         yield (
             f"{windowed} gives its layers a window of their own, which generation from cached rows "
             f"does not have"
@@ -418,11 +422,11 @@ def _problems(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[st
             f"its weights are quantized ({method or 'by an unknown method'}); save them in float32 "
             f"or bfloat16 first"
         )
-    if (width := _odd_head(text)) is not None:
+    if (width := _find_odd_head_width(text)) is not None:
         yield f"its attention heads are {width} wide, and rotary positions need an even number"
 
 
-_TRIED = "gemma4"
+_TESTED = "gemma4"
 """Prefix of the ``model_type`` of models that are known to apply options of single layers. In
 transformers 5.23 most others raise an error for such a configuration."""
 _SAME_FOR_ALL = ("attention_chunk_size", "skip")
@@ -430,13 +434,13 @@ _SAME_FOR_ALL = ("attention_chunk_size", "skip")
 here do not support different values."""
 
 
-def _differing(text: Mapping[str, Any]) -> str:
+def _find_layer_difference(text: Mapping[str, Any]) -> str:
     """Return which unsupported difference exists between layers, as the end of a sentence; "" if
     none."""
-    given = text.get("per_layer_config")
-    if not isinstance(given, Mapping) or not given:
+    overrides = text.get("per_layer_config")
+    if not isinstance(overrides, Mapping) or not overrides:
         return ""
-    if not (kind := str(text.get("model_type") or "")).startswith(_TRIED):
+    if not (kind := str(text.get("model_type") or "")).startswith(_TESTED):
         return (
             f"layers of {kind!r} with options of their own (per_layer_config) were not tried here, "
             f"but for Gemma 4"
@@ -446,11 +450,13 @@ def _differing(text: Mapping[str, Any]) -> str:
     except (KeyError, TypeError, ValueError, AttributeError):
         return "its per_layer_config does not say for which layers it is"
     kinds = text.get("layer_types")
-    slides = [
+    is_sliding = [
         not isinstance(kinds, list) or kind == _SLIDING for kind in (kinds or [None] * len(layers))
     ]
     windows = [
-        layer.get("sliding_window") for layer, slide in zip(layers, slides, strict=False) if slide
+        layer.get("sliding_window")
+        for layer, slide in zip(layers, is_sliding, strict=False)
+        if slide
     ]
     if len(sizes := sorted({window for window in windows if isinstance(window, int)})) > 1:
         return f"its layers have sliding windows of different sizes ({', '.join(map(str, sizes))})"
@@ -460,14 +466,14 @@ def _differing(text: Mapping[str, Any]) -> str:
     return ""
 
 
-def _local(option: Any) -> bool:
+def _has_window(option: Any) -> bool:
     """Return whether an option is a window, or contains a local layer at any depth of its lists."""
     if isinstance(option, list):
-        return any(_local(item) for item in option if not isinstance(item, int))
+        return any(_has_window(item) for item in option if not isinstance(item, int))
     return option == "local" or (isinstance(option, int) and option > 0)
 
 
-def _odd_head(text: Mapping[str, Any]) -> int | None:
+def _find_odd_head_width(text: Mapping[str, Any]) -> int | None:
     """Return the width of an attention head with rotary positions that is odd; None if there is
     none."""
     try:

@@ -17,11 +17,11 @@ from realhf.base.process import host_token
 
 MOUNT = Path("/sys/fs/cgroup")
 """Mount point of the control groups."""
-OWN = Path("/proc/self/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
 """File that lists the control groups of this process."""
 
 
-def groups(controller: str, mount: Path = MOUNT, own: Path = OWN) -> Iterator[Path]:
+def control_groups(controller: str, mount: Path = MOUNT, own: Path = OWN_GROUPS) -> Iterator[Path]:
     """Yield the folder of this process's control group and those of its parents; any of them may
     set a limit.
 
@@ -41,7 +41,7 @@ def groups(controller: str, mount: Path = MOUNT, own: Path = OWN) -> Iterator[Pa
         yield from (group for group in (folder, *folder.parents) if group.is_relative_to(top))
 
 
-def usable_cores(mount: Path = MOUNT, own: Path = OWN) -> int:
+def usable_cores(mount: Path = MOUNT, own: Path = OWN_GROUPS) -> int:
     """Return the number of cores that this process can use: the cores it is bound to, or fewer if a
     control group has a CPU quota.
 
@@ -49,38 +49,38 @@ def usable_cores(mount: Path = MOUNT, own: Path = OWN) -> int:
     the middle of their work.
     """
     cores = len(os.sched_getaffinity(0))
-    for group in groups("cpu", mount, own):
-        if quota := _quota(group):
+    for group in control_groups("cpu", mount, own):
+        if quota := _cpu_quota(group):
             cores = min(cores, max(1, round(quota)))
     return cores
 
 
-def memory_limit(mount: Path = MOUNT, own: Path = OWN) -> int | None:
+def memory_limit(mount: Path = MOUNT, own: Path = OWN_GROUPS) -> int | None:
     """Return the memory limit of this process's control groups in bytes; None if there is no
     limit."""
-    found = (
-        number(group, "memory.max", "memory.limit_in_bytes")
-        for group in groups("memory", mount, own)
+    limits = (
+        read_number(group, "memory.max", "memory.limit_in_bytes")
+        for group in control_groups("memory", mount, own)
     )
-    return min((limit for limit in found if limit is not None), default=None)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
-def memory_left(mount: Path = MOUNT, own: Path = OWN) -> int | None:
+def memory_left(mount: Path = MOUNT, own: Path = OWN_GROUPS) -> int | None:
     """Return the bytes that this process's control groups may still allocate; None if there is no
     limit.
 
     The page cache counts as free, because the kernel evicts it when memory is needed.
     """
-    found: list[int] = []
-    for group in groups("memory", mount, own):
-        most = number(group, "memory.max", "memory.limit_in_bytes")
-        used = number(group, "memory.current", "memory.usage_in_bytes")
-        if most is not None and used is not None:
-            found.append(max(0, most - max(0, used - _of_files(group))))
-    return min(found, default=None)
+    free: list[int] = []
+    for group in control_groups("memory", mount, own):
+        limit = read_number(group, "memory.max", "memory.limit_in_bytes")
+        used = read_number(group, "memory.current", "memory.usage_in_bytes")
+        if limit is not None and used is not None:
+            free.append(max(0, limit - max(0, used - _page_cache_bytes(group))))
+    return min(free, default=None)
 
 
-def number(group: Path, *names: str) -> int | None:
+def read_number(group: Path, *names: str) -> int | None:
     """Return the number in the first of these files that contains one; None if none does, which
     means no limit."""
     for name in names:
@@ -91,7 +91,7 @@ def number(group: Path, *names: str) -> int | None:
     return None
 
 
-def counters(file: Path) -> dict[str, int]:
+def read_counters(file: Path) -> dict[str, int]:
     """Return the counters in a file of lines "name number"; {} if it cannot be read."""
     try:
         rows = (
@@ -104,15 +104,15 @@ def counters(file: Path) -> dict[str, int]:
         return {}
 
 
-def _of_files(group: Path) -> int:
+def _page_cache_bytes(group: Path) -> int:
     """Return the bytes of the page cache that are charged to a group."""
-    stat = counters(group / "memory.stat")
+    stat = read_counters(group / "memory.stat")
     return sum(
         stat.get(f"total_{name}", stat.get(name, 0)) for name in ("inactive_file", "active_file")
     )
 
 
-def _quota(group: Path) -> float:
+def _cpu_quota(group: Path) -> float:
     """Return the number of cores whose CPU time a group may use; 0.0 if it is not limited."""
     try:
         if (group / "cpu.max").exists():
@@ -164,15 +164,15 @@ class HostLoad:
         return HostLoad(numbers[0], numbers[1], min(1.0, numbers[2]))
 
 
-class LoadOfSteps:
+class HostLoadMetrics:
     """Metrics of the load of this host and other hosts, for each step since the previous one."""
 
     def __init__(self) -> None:
-        self._names = {host_token(): _fit(os.uname().nodename)}
+        self._names = {host_token(): _as_metric_label(os.uname().nodename)}
         self._before: dict[str, HostLoad] = {}
         self._cpu: dict[str, float] = {}
 
-    def figures(self, others: Iterable[tuple[str, str, HostLoad]]) -> dict[str, float]:
+    def measure(self, others: Iterable[tuple[str, str, HostLoad]]) -> dict[str, float]:
         """Return the metrics ``host/<name>/cpu``, the mean fraction of busy cores since the reading
         of an earlier step, and ``host/<name>/memory``.
 
@@ -182,25 +182,25 @@ class LoadOfSteps:
         """
         loads = {host_token(): HostLoad.read()}
         for host, token, load in others:
-            self._names.setdefault(token, self._free(_fit(host)))
+            self._names.setdefault(token, self._unique_name(_as_metric_label(host)))
             if token not in loads or loads[token].whole_s < load.whole_s:
                 loads[token] = load
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for token, now in loads.items():
             name = self._names[token]
             before = self._before.get(token)
-            passed = now.whole_s - before.whole_s if before else -1.0
-            if before and passed > 0:
-                self._cpu[token] = min(1.0, max(0.0, (now.busy_s - before.busy_s) / passed))
-            elif passed < 0:
+            elapsed_s = now.whole_s - before.whole_s if before else -1.0
+            if before and elapsed_s > 0:
+                self._cpu[token] = min(1.0, max(0.0, (now.busy_s - before.busy_s) / elapsed_s))
+            elif elapsed_s < 0:
                 self._cpu.pop(token, None)
             self._before[token] = now
             if token in self._cpu:
-                found[f"host/{name}/cpu"] = self._cpu[token]
-            found[f"host/{name}/memory"] = now.memory
-        return found
+                metrics[f"host/{name}/cpu"] = self._cpu[token]
+            metrics[f"host/{name}/memory"] = now.memory
+        return metrics
 
-    def _free(self, name: str) -> str:
+    def _unique_name(self, name: str) -> str:
         """Return the name, with a number appended if another host has it."""
         numbered = (f"{name}-{number}" for number in itertools.count(2))
         return next(
@@ -208,6 +208,6 @@ class LoadOfSteps:
         )
 
 
-def _fit(host: str) -> str:
+def _as_metric_label(host: str) -> str:
     """Return the host name as it can appear in the name of a metric."""
     return re.sub(r"[^A-Za-z0-9_.-]", "-", host)[:63] or "host"

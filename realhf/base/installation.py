@@ -80,7 +80,7 @@ def _explain_missing_package(
         )
     else:
         frames = [frame for frame in extract_tb(trace) if not frame.filename.startswith("<frozen ")]
-        where = f" (asked for in {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        where = f" (imported in {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
         print(
             f"error: {sys.executable} has no package {package!r}{where}; {_remedy()}",
             file=sys.stderr,
@@ -101,7 +101,7 @@ def _remedy() -> str:
     return f"make install (in {IMPORT_ROOT}) makes an environment with all of them; then {activate}"
 
 
-def needs(extra: str, *modules: str) -> None:
+def require_modules(extra: str, *modules: str) -> None:
     """Raise MissingExtra with the install command of ``extra`` if one of the modules is not
     installed.
 
@@ -110,13 +110,13 @@ def needs(extra: str, *modules: str) -> None:
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         raise MissingExtra(
-            f"not installed here: {', '.join(missing)}; the extra {extra!r} brings it: "
+            f"not installed here: {', '.join(missing)}; the extra {extra!r} contains it: "
             f"{install_command(extra)}",
             name=missing[0],
         )
 
 
-def needed(module: str, extra: str) -> ModuleType:
+def import_extra(module: str, extra: str) -> ModuleType:
     """Import a module that the adapter ``env.path=extra`` needs and the extra of that name
     installs.
 
@@ -131,7 +131,7 @@ def needed(module: str, extra: str) -> ModuleType:
             raise ValueError(
                 f"env.path={extra} needs the package {package}: {install} ({error})"
             ) from None
-        raise ValueError(f"env.path={extra}: {package} is not whole: {error}; {install}") from None
+        raise ValueError(f"env.path={extra}: {package} is incomplete: {error}; {install}") from None
     except Exception as error:
         raise ValueError(
             f"env.path={extra}: importing {module} raised {type(error).__name__}: {error}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from realhf.base.json_values import json_problem, shown
+from realhf.base.json_values import format_value, json_problem
 
 LONGEST_LINE = 16 << 20
 """Maximum length of a line in bytes."""
@@ -15,7 +15,7 @@ _MARK = b"\xef\xbb\xbf"
 """Byte order mark, which some editors write at the start of a file."""
 
 
-class Row(NamedTuple):
+class JsonRow(NamedTuple):
     """A row of a data set."""
 
     values: Mapping[str, Any]
@@ -24,36 +24,38 @@ class Row(NamedTuple):
     """Location for error messages, such as ``tasks.jsonl, line 3``."""
 
 
-def read_json_lines(file: Path) -> Iterator[Row]:
+def read_json_lines(file: Path) -> Iterator[JsonRow]:
     """Yield the rows of a file, skipping blank lines.
 
     Raises OSError, and ValueError with file and line for a line that is not a JSON object.
     """
-    for number, text in _lines(file):
+    for number, text in _numbered_lines(file):
         where = f"{file}, line {number}"
         try:
-            values = json.loads(text.decode("utf-8"), parse_constant=_no_json)
+            values = json.loads(text.decode("utf-8"), parse_constant=_reject_constant)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: not JSON: {error}") from None
-        yield checked_row(values, where)
+        yield check_row(values, where)
 
 
 def count_json_lines(file: Path) -> int:
     """Return the number of rows that ``read_json_lines`` yields, without parsing them."""
-    return sum(1 for _ in _lines(file))
+    return sum(1 for _ in _numbered_lines(file))
 
 
-def checked_row(values: Any, where: str) -> Row:
+def check_row(values: Any, where: str) -> JsonRow:
     """Return a row. Raises ValueError, prefixed by ``where``, if ``values`` is not a dict of plain
     JSON values."""
     if not isinstance(values, dict):
-        raise ValueError(f"{where}: a row is a map from columns to values, not {shown(values)}")
+        raise ValueError(
+            f"{where}: a row is a map from columns to values, not {format_value(values)}"
+        )
     if problem := json_problem(values):
         raise ValueError(f"{where}: {problem}")
-    return Row(values, where)
+    return JsonRow(values, where)
 
 
-def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+def _numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if len(line) > LONGEST_LINE:
@@ -62,5 +64,5 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, text
 
 
-def _no_json(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON value")

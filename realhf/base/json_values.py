@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class _Short(reprlib.Repr):
+class _ShortRepr(reprlib.Repr):
     """Formatter that shortens values of any size and depth. ``repr`` itself raises an error for
     very large integers."""
 
@@ -27,14 +27,14 @@ class _Short(reprlib.Repr):
         )
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a short representation of any plain value for a message."""
-    return _Short().repr(value)
+    return _ShortRepr().repr(value)
 
 
-MOST_DEPTH = 64
+MAX_DEPTH = 64
 """Maximum nesting depth; deeper values are rejected because JSON encoders are recursive."""
-LONGEST_PATH = 200
+MAX_PATH_CHARS = 200
 """Maximum length of the path to a value in messages, in characters."""
 
 
@@ -49,36 +49,36 @@ def json_problem(value: Any) -> str:
         if item is None or isinstance(item, (bool, int)):
             continue
         if isinstance(item, str):
-            if not item.isascii() and (problem := _surrogate(item)):
-                return problem + _at(place)
+            if not item.isascii() and (problem := _surrogate_problem(item)):
+                return problem + _format_path(place)
         elif isinstance(item, float):
             if not math.isfinite(item):
-                return f"{item!r} is not JSON{_at(place)}"
-        elif depth >= MOST_DEPTH:
-            return f"more than {MOST_DEPTH} lists and maps stand in one another"
+                return f"{item!r} is not JSON{_format_path(place)}"
+        elif depth >= MAX_DEPTH:
+            return f"more than {MAX_DEPTH} lists and maps stand in one another"
         elif isinstance(item, Mapping):
             for key, inner in item.items():
                 if not isinstance(key, str):
-                    return f"the key {shown(key)} is no text, so this is not JSON{_at(place)}"
+                    return f"the key {format_value(key)} is no text, so this is not JSON{_format_path(place)}"
                 waiting.append((inner, depth + 1, (place, key)))
         elif isinstance(item, (list, tuple)):
             waiting.extend((inner, depth + 1, (place, number)) for number, inner in enumerate(item))
         else:
-            return f"{type(item).__name__} is not JSON{_at(place)}: {shown(item)}"
+            return f"{type(item).__name__} is not JSON{_format_path(place)}: {format_value(item)}"
     return ""
 
 
-def _at(place: Any) -> str:
+def _format_path(place: Any) -> str:
     """Return the path as `` (at ['rows'][2])``. ``place`` is (place of the container, key), or None
     at the top."""
     path = ""
-    while place is not None and len(path) < LONGEST_PATH:
+    while place is not None and len(path) < MAX_PATH_CHARS:
         place, key = place
-        path = f"[{shown(key)}]{path}"
+        path = f"[{format_value(key)}]{path}"
     return f" (at {'...' if place else ''}{path})" if path else ""
 
 
-def _surrogate(text: str) -> str:
+def _surrogate_problem(text: str) -> str:
     """Return why a text cannot be encoded as UTF-8; "" if it can."""
     try:
         text.encode()

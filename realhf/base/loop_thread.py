@@ -73,7 +73,11 @@ class LoopThread:
         self._start()
         future = asyncio.run_coroutine_threadsafe(run(), self.loop)
         try:
-            return future.result() if timeout_s is None else event_loops.result(future, timeout_s)
+            return (
+                future.result()
+                if timeout_s is None
+                else event_loops.wait_for_future(future, timeout_s)
+            )
         except BaseException:
             future.cancel()
             ended.wait(_ROLLBACK_S)
@@ -133,7 +137,7 @@ class Closable(Protocol):
 A = TypeVar("A", bound=Closable)
 
 
-class BlockingFace(Generic[A]):
+class BlockingFacade(Generic[A]):
     """Base of blocking facades, which offer the coroutine methods of ``inner`` to any thread.
 
     The methods run on ``thread``, which belongs to the facade and starts at the first call.
@@ -177,7 +181,7 @@ class BlockingFace(Generic[A]):
             raise RuntimeError(f"this {type(self).__name__} was closed by another thread") from None
 
 
-def opening(
+def creates_inner(
     make: Callable[P, A],
 ) -> Callable[[Callable[[Any, A], None]], Callable[Concatenate[Any, P], None]]:
     """Return a decorator for the constructor of a facade that creates the inner object.
@@ -198,11 +202,11 @@ def opening(
 
 def blocking(
     method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[BlockingFace[A], P], T]:
+) -> Callable[Concatenate[BlockingFacade[A], P], T]:
     """Return the blocking method of a facade for a coroutine method."""
 
     @functools.wraps(method)
-    def call(self: BlockingFace[A], *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: BlockingFacade[A], *args: P.args, **kwargs: P.kwargs) -> T:
         return self.run(method, *args, **kwargs)
 
     return call
@@ -215,7 +219,7 @@ def shut_down(thread: LoopThread, inner: Closable, timeout_s: float = _CLOSE_S) 
     """
     if thread.alive and not thread.is_current():
         with suppress(TimeoutError, RuntimeError):
-            event_loops.result(
+            event_loops.wait_for_future(
                 asyncio.run_coroutine_threadsafe(inner.close(), thread.loop), timeout_s
             )
     thread.stop(timeout_s)
@@ -262,30 +266,30 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 class LoopWatch:
     """Detector of whether a loop that runs on another thread, ``ident``, is blocked.
 
-    Call ``look`` periodically, always from the same thread.
+    Call ``blocked_s`` periodically, always from the same thread.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ident: int) -> None:
         self._loop = loop
         self._ident = ident
-        self._answered = threading.Event()
-        self._answered.set()
-        self._asked = process_clock.now()
+        self._response = threading.Event()
+        self._response.set()
+        self._request_time = process_clock.now()
 
-    def look(self) -> float:
+    def blocked_s(self) -> float:
         """Return for how many seconds the loop has not answered; 0.0 if it has.
 
         Each answer is followed by a new request to the loop. Raises RuntimeError if the loop is
         closed.
         """
-        if not self._answered.is_set():
-            return process_clock.now() - self._asked
-        self._answered.clear()
-        self._asked = process_clock.now()
-        self._loop.call_soon_threadsafe(self._answered.set)
+        if not self._response.is_set():
+            return process_clock.now() - self._request_time
+        self._response.clear()
+        self._request_time = process_clock.now()
+        self._loop.call_soon_threadsafe(self._response.set)
         return 0.0
 
-    def place(self) -> str:
+    def current_line(self) -> str:
         """Return the source line that the loop's thread is executing: the innermost one outside of
         libraries, if there is one."""
         frame = sys._current_frames().get(self._ident)

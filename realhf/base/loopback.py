@@ -23,7 +23,7 @@ def is_loopback_host(host: str) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-def host_of(authority: str) -> str:
+def parse_host(authority: str) -> str:
     """Return the host of ``host[:port]`` in lower case; "" if the text does not have that form."""
     try:
         parts = urlsplit(f"//{authority}")
@@ -36,7 +36,7 @@ def host_of(authority: str) -> str:
 @lru_cache(maxsize=16)
 def is_loopback_authority(authority: str) -> bool:
     """Return whether ``host[:port]`` is a loopback host."""
-    return is_loopback_host(host_of(authority))
+    return is_loopback_host(parse_host(authority))
 
 
 _PORTS = range(20_000, 32_000)

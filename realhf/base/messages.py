@@ -53,8 +53,8 @@ def from_payload(kind: type[M], payload: Any, name: str = "") -> M:
         return msgspec.convert(payload, kind, builtin_types=_BYTES)
     except msgspec.ValidationError as error:
         text, _, place = str(error).partition(" - at `$")
-        found = re.search(r"field `(.*)`", text)
-        field = place.rstrip("`").lstrip(".") or (found.group(1) if found else "")
+        match = re.search(r"field `(.*)`", text)
+        field = place.rstrip("`").lstrip(".") or (match.group(1) if match else "")
         where = f", field {field}" if field else ""
         raise MessageError(f"message {_title(kind, name)}{where}: {text}") from None
 

@@ -21,10 +21,14 @@ def balanced_parts(costs: Sequence[int], n_parts: int) -> list[list[int]]:
     """
     if not 1 <= n_parts <= len(costs):
         raise ValueError(f"cannot split {len(costs)} samples into {n_parts} non-empty parts")
-    return sorted(sorted(part) for part in _placed(costs, _heaviest_first(costs), [[]] * n_parts))
+    return sorted(
+        sorted(part) for part in _add_to_lightest(costs, _heaviest_first(costs), [[]] * n_parts)
+    )
 
 
-def parts_near(costs: Sequence[int], homes: Sequence[int | None], n_parts: int) -> list[list[int]]:
+def balanced_parts_near_homes(
+    costs: Sequence[int], homes: Sequence[int | None], n_parts: int
+) -> list[list[int]]:
     """Partition ``range(len(costs))`` into the parts 0 to ``n_parts`` - 1, with each index in the
     part ``homes[index]`` where possible.
 
@@ -32,18 +36,18 @@ def parts_near(costs: Sequence[int], homes: Sequence[int | None], n_parts: int) 
     first. No part is empty unless there are fewer items than parts.
     """
     order = _heaviest_first(costs)
-    usual = _placed(costs, order, [[] for _ in range(n_parts)])
+    usual = _add_to_lightest(costs, order, [[] for _ in range(n_parts)])
     bound = max(_cost(costs, part) for part in usual)
     for share in SHARES:
-        near = _at_home(costs, homes, order, n_parts, share * bound)
+        near = _place_at_home(costs, homes, order, n_parts, share * bound)
         if max(_cost(costs, part) for part in near) <= bound and (
             len(costs) < n_parts or all(near)
         ):
             return [sorted(part) for part in near]
-    return [sorted(part) for part in _named(costs, homes, usual)]
+    return [sorted(part) for part in _match_homes(costs, homes, usual)]
 
 
-def _at_home(
+def _place_at_home(
     costs: Sequence[int],
     homes: Sequence[int | None],
     order: Sequence[int],
@@ -62,10 +66,10 @@ def _at_home(
         else:
             parts[home].append(index)
             loads[home] += int(costs[index])
-    return _placed(costs, away, parts)
+    return _add_to_lightest(costs, away, parts)
 
 
-def _placed(
+def _add_to_lightest(
     costs: Sequence[int], order: Sequence[int], parts: Sequence[Sequence[int]]
 ) -> list[list[int]]:
     """Return the parts with each index of ``order`` added to the part that is the lightest at that
@@ -80,7 +84,7 @@ def _placed(
     return placed
 
 
-def _named(
+def _match_homes(
     costs: Sequence[int], homes: Sequence[int | None], parts: Sequence[list[int]]
 ) -> list[list[int]]:
     """Return the parts reordered so that parts go where most of their cost is at home, the largest

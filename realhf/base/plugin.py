@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from realhf.base.text import close_to
+from realhf.base.text import suggest_names
 
 
 class Reference(NamedTuple):
@@ -42,7 +42,7 @@ def split_reference(text: str) -> Reference:
     )
 
 
-def absolute(text: str) -> str:
+def absolute_reference(text: str) -> str:
     """Return a reference with an absolute file path, which every process of a run can use."""
     file, colon, name = text.partition(":")
     return f"{Path(file).expanduser().resolve()}{colon}{name}" if file.endswith(".py") else text
@@ -63,16 +63,18 @@ def load_reference(text: str) -> tuple[ModuleType, str]:
         raise ValueError(
             f"{text}: {parts.place} is no file of Python (.py) and no module (package.module)"
         )
-    module = imported(text, lambda: load_plugin(file or parts.place), str(file) if file else "")
+    module = import_user_code(
+        text, lambda: load_plugin(file or parts.place), str(file) if file else ""
+    )
     if parts.name and not hasattr(module, parts.name):
         own = [each for each in vars(module) if not each.startswith("_")]
         raise ValueError(
-            f"{text}: {parts.place} defines no {parts.name!r}{close_to(parts.name, own)}"
+            f"{text}: {parts.place} defines no {parts.name!r}{suggest_names(parts.name, own)}"
         )
     return module, parts.name
 
 
-def imported(text: str, load: Callable[[], Any], file: str = "") -> Any:
+def import_user_code(text: str, load: Callable[[], Any], file: str = "") -> Any:
     """Return what ``load`` imports for a reference or a registered name.
 
     Any exception of the imported code becomes a ValueError with the source line. file: path of the
@@ -81,10 +83,12 @@ def imported(text: str, load: Callable[[], Any], file: str = "") -> Any:
     try:
         return load()
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{text}: {located(error, file or _last_file(error))}") from None
+        raise ValueError(
+            f"{text}: {describe_user_error(error, file or _innermost_file(error))}"
+        ) from None
 
 
-def _last_file(error: BaseException) -> str:
+def _innermost_file(error: BaseException) -> str:
     """Return the file in which an import failed; that of the import machinery if the module does
     not exist."""
     trace = error.__traceback__
@@ -119,7 +123,7 @@ def load_plugin(plugin: str | Path) -> ModuleType:
     return module
 
 
-def located(error: BaseException, file: str) -> str:
+def describe_user_error(error: BaseException, file: str) -> str:
     """Return the first line of an error, with the last line of ``file`` in its traceback."""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file

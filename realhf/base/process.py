@@ -78,7 +78,7 @@ _REFUSED_S = 2.0
 second."""
 
 
-def step_back(niceness: int) -> None:
+def lower_priority(niceness: int) -> None:
     """Lower the priority of this process, its session and the processes that it starts.
 
     niceness: 0 to 19, as in nice(1).
@@ -95,11 +95,13 @@ def share_niceness(pid: int) -> None:
     """
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
     deadline = process_clock.now() + _REFUSED_S
-    while niceness > 0 and not _taken(pid, niceness) and process_clock.now() < deadline:
+    while (
+        niceness > 0 and not _set_session_niceness(pid, niceness) and process_clock.now() < deadline
+    ):
         time.sleep(0.02)
 
 
-def _taken(pid: int, niceness: int) -> bool:
+def _set_session_niceness(pid: int, niceness: int) -> bool:
     """Set the niceness of the process's session; return False if the kernel requires a retry."""
     try:
         Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
@@ -116,28 +118,28 @@ _WHILE_STARTING = (50_000, 20, 100)
 """Thresholds of the garbage collector during start-up."""
 
 
-def collect_rarely() -> None:
-    """Collect garbage less often until ``settle`` is called; for use before imports and loading."""
+def collect_garbage_rarely() -> None:
+    """Collect garbage less often until ``collect_garbage_normally`` is called; for use before imports and loading."""
     gc.set_threshold(*_WHILE_STARTING)
 
 
-def settle() -> None:
+def collect_garbage_normally() -> None:
     """Exclude all current objects from garbage collection and restore the default thresholds."""
     gc.freeze()
     gc.set_threshold(*_USUAL)
 
 
-def keep_this_process() -> None:
+def block_exit_in_threads() -> None:
     """Make ``os._exit`` in a thread of this process raise SystemExit instead of ending the process.
 
     So foreign code in a thread can end only its own call, not all episodes. The main thread and
     forked children still exit.
     """
     # Not a closure, because a process pool that runs the function pickles it.
-    os._exit = partial(_exit_elsewhere, os._exit, os.getpid())  # type: ignore[assignment]
+    os._exit = partial(_exit_or_raise, os._exit, os.getpid())  # type: ignore[assignment]
 
 
-def _exit_elsewhere(leave: Callable[[int], NoReturn], keeper: int, status: int) -> NoReturn:
+def _exit_or_raise(leave: Callable[[int], NoReturn], keeper: int, status: int) -> NoReturn:
     """Raise SystemExit in a thread of the process ``keeper`` other than its main thread; else call
     ``leave``."""
     if os.getpid() == keeper and threading.current_thread() is not threading.main_thread():

@@ -38,7 +38,7 @@ class PauseDetector:
     def __init__(self, read: Callable[[], float] = time.monotonic, paused_s: float = 0.0) -> None:
         self._read = read
         self._lock = threading.Lock()
-        self._looked = read()
+        self._last_reading = read()
         self.paused_s = paused_s
         """Total seconds of all pauses until the last reading."""
 
@@ -46,8 +46,8 @@ class PauseDetector:
         """Take a reading, and return the time in seconds without pauses. It never decreases."""
         with self._lock:
             now = self._read()
-            late = now - self._looked - EVERY_S
-            self._looked = now
+            late = now - self._last_reading - EVERY_S
+            self._last_reading = now
             if late > LATE_S:
                 self.paused_s += late
             return now - self.paused_s
@@ -61,13 +61,13 @@ class ProcessClock:
 
     def __init__(self) -> None:
         self._pauses = PauseDetector()
-        self._begin()
-        os.register_at_fork(after_in_child=self._begin)
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
 
     def now(self) -> float:
         """Return the time for deadlines, in seconds."""
-        if not self._watched:
-            self._watch()
+        if not self._is_started:
+            self._start_thread()
         return self._pauses.now()
 
     @property
@@ -76,20 +76,20 @@ class ProcessClock:
         self.now()
         return self._pauses.paused_s
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         # A forked child keeps the total, because it may have deadlines from before the fork.
         self._pauses = PauseDetector(paused_s=self._pauses.paused_s)
         self._starting = threading.Lock()
-        self._watched = False
+        self._is_started = False
 
-    def _watch(self) -> None:
+    def _start_thread(self) -> None:
         with self._starting:
-            if not self._watched:
+            if not self._is_started:
                 self._pauses = PauseDetector(paused_s=self._pauses.paused_s)
-                threading.Thread(target=self._look, name="process clock", daemon=True).start()
-                self._watched = True
+                threading.Thread(target=self._run, name="process clock", daemon=True).start()
+                self._is_started = True
 
-    def _look(self) -> None:
+    def _run(self) -> None:
         reported = 0.0
         while True:
             time.sleep(EVERY_S)
@@ -122,6 +122,6 @@ def wait(attempt: Callable[[float], T], seconds: float) -> T:
     """
     deadline = now() + seconds
     while True:
-        found = attempt(max(0.0, deadline - now()))
-        if found or now() >= deadline:
-            return found
+        outcome = attempt(max(0.0, deadline - now()))
+        if outcome or now() >= deadline:
+            return outcome

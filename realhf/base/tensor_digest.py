@@ -43,25 +43,25 @@ class TensorDigester:
     """Computation of digests, with the keys cached for each device."""
 
     def __init__(self) -> None:
-        self._places: dict[Any, _Place] = {}
+        self._by_device: dict[Any, _DeviceDigester] = {}
 
     def digest(self, tensor: Tensor) -> str:
         """Return the digest of a tensor of any shape, strides and device, as 32 hex digits."""
         import torch
 
         flat = tensor.detach().contiguous().reshape(-1)
-        named = hashlib.blake2b(digest_size=_SIZE)
-        named.update(f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}".encode())
+        state = hashlib.blake2b(digest_size=_SIZE)
+        state.update(f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}".encode())
         if flat.numel():
-            if flat.device not in self._places:
-                self._places[flat.device] = _Place(flat.device)
+            if flat.device not in self._by_device:
+                self._by_device[flat.device] = _DeviceDigester(flat.device)
             with torch.inference_mode():
-                sums = self._places[flat.device].digest(flat.view(torch.int8))
-            named.update(sums.cpu().numpy().astype("<i4").tobytes())
-        return named.hexdigest()
+                sums = self._by_device[flat.device].digest(flat.view(torch.int8))
+            state.update(sums.cpu().numpy().astype("<i4").tobytes())
+        return state.hexdigest()
 
 
-class _Place:
+class _DeviceDigester:
     """Computation of sums on one device."""
 
     def __init__(self, device: Any) -> None:
@@ -69,9 +69,7 @@ class _Place:
         self._block = _BLOCK_ROWS.get(device.type, 1 << 13)
         self._keys: list[tuple[Tensor, Tensor]] = []
         self._product = (
-            _product_of_bytes
-            if device.type == "cpu" and self._bytes_are_better()
-            else _product_of_floats
+            _int8_product if device.type == "cpu" and self._prefers_int8() else _float_product
         )
 
     def digest(self, raw: Tensor) -> Tensor:
@@ -81,26 +79,26 @@ class _Place:
 
         level = 0
         while True:
-            sums = self._sums(raw, level)
+            sums = self._row_sums(raw, level)
             if len(sums) <= LAST_ROWS:
                 return sums
             raw = sums.view(torch.int8).reshape(-1)
             level = level + 1
 
-    def _sums(self, raw: Tensor, level: int) -> Tensor:
+    def _row_sums(self, raw: Tensor, level: int) -> Tensor:
         """Return the sums of all rows of ``raw``, int32 (rows, ``SUMS``)."""
         import torch
 
-        keys = self._keys_of(level)
+        keys = self._level_keys(level)
         whole = len(raw) - len(raw) % ROW_BYTES
         rows = raw[:whole].view(-1, ROW_BYTES)
-        found = [self._product(part, *keys) for part in rows.split(self._block)] if whole else []
+        sums = [self._product(part, *keys) for part in rows.split(self._block)] if whole else []
         if whole < len(raw):
             last = torch.nn.functional.pad(raw[whole:], (0, ROW_BYTES - len(raw) + whole))
-            found.append(self._product(last.view(1, -1), *keys))
-        return torch.cat(found)
+            sums.append(self._product(last.view(1, -1), *keys))
+        return torch.cat(sums)
 
-    def _keys_of(self, level: int) -> tuple[Tensor, Tensor]:
+    def _level_keys(self, level: int) -> tuple[Tensor, Tensor]:
         """Return the keys of a level, (``ROW_BYTES``, ``SUMS``), as int8 and as float32."""
         import torch
 
@@ -113,7 +111,7 @@ class _Place:
             self._keys.append((keys, keys.float()))
         return self._keys[level]
 
-    def _bytes_are_better(self) -> bool:
+    def _prefers_int8(self) -> bool:
         """Return whether products of int8 matrices are available, exact and faster than products of
         floats.
 
@@ -121,31 +119,30 @@ class _Place:
         """
         import torch
 
-        keys, floats = self._keys_of(0)
+        keys, floats = self._level_keys(0)
         worst = torch.where(keys.T < 0, -128, 127).to(torch.int8)
         rows = torch.cat([worst, ~worst, keys.T]).contiguous()
         try:
             if not torch.equal(
-                _product_of_bytes(rows, keys, floats), _product_of_floats(rows, keys, floats)
+                _int8_product(rows, keys, floats), _float_product(rows, keys, floats)
             ):
                 return False
         except (AttributeError, RuntimeError):
             return False
         rows = rows.repeat(6, 1)[: self._block]
         seconds = [
-            _best_time(lambda p=p: p(rows, keys, floats))
-            for p in (_product_of_bytes, _product_of_floats)
+            _best_time(lambda p=p: p(rows, keys, floats)) for p in (_int8_product, _float_product)
         ]
         return seconds[0] < seconds[1]
 
 
-def _product_of_bytes(rows: Tensor, keys: Tensor, _: Tensor) -> Tensor:
+def _int8_product(rows: Tensor, keys: Tensor, _: Tensor) -> Tensor:
     import torch
 
     return torch._int_mm(rows, keys)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _product_of_floats(rows: Tensor, _: Tensor, keys: Tensor) -> Tensor:
+def _float_product(rows: Tensor, _: Tensor, keys: Tensor) -> Tensor:
     import torch
 
     return (rows.float() @ keys).to(torch.int32)
@@ -161,7 +158,7 @@ def _best_time(work: Callable[[], object]) -> float:
     return best
 
 
-def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the digest of each tensor, by name."""
     digester = TensorDigester()
     return {name: digester.digest(tensor) for name, tensor in tensors.items()}

@@ -38,7 +38,7 @@ class Terminal:
             self._note(self.lost)
 
 
-class _Guarded:
+class _GuardedStream:
     """Wrapper of a stream that drops all text after the first failed write."""
 
     def __init__(self, stream: TextIO, name: str, terminal: Terminal) -> None:
@@ -83,7 +83,7 @@ class _Guarded:
 
 
 @contextlib.contextmanager
-def guarded_output() -> Iterator[Terminal]:
+def guard_output() -> Iterator[Terminal]:
     """Redirect stdout and stderr in the block to streams that can fail without an error (closed
     pipe, full disk, lost terminal).
 
@@ -94,7 +94,7 @@ def guarded_output() -> Iterator[Terminal]:
     before = sys.stdout, sys.stderr
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or _null_stream(name, terminal)
-        setattr(sys, name, cast(TextIO, _Guarded(stream, name, terminal)))
+        setattr(sys, name, cast(TextIO, _GuardedStream(stream, name, terminal)))
     try:
         yield terminal
     finally:

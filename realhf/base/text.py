@@ -12,16 +12,16 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 """Terminal escape sequences that set colours."""
 
 
-def printable(text: str, *, colours: bool = True) -> str:
+def escape_controls(text: str, *, colours: bool = True) -> str:
     """Return a text with its control characters made visible, so that its author cannot control the
     terminal.
 
     colours: replace escape sequences of colours like other control characters; False removes them.
     """
-    return "".join(map(_visible, text if colours else _COLOURS.sub("", text)))
+    return "".join(map(_escape_control, text if colours else _COLOURS.sub("", text)))
 
 
-def _visible(char: str) -> str:
+def _escape_control(char: str) -> str:
     if char.isprintable() or char in "\n\t" or unicodedata.category(char) == "Zs":
         return char
     return chr(0x2400 + ord(char)) if ord(char) < 32 else "\N{REPLACEMENT CHARACTER}"
@@ -50,7 +50,7 @@ _MOST_NAMES = 20
 """Maximum number of known names in a message."""
 
 
-def close_to(name: str, known: Sequence[str]) -> str:
+def suggest_names(name: str, known: Sequence[str]) -> str:
     """Return the end of a sentence about an unknown name: a similar known name, and the first 20
     known names."""
     close = difflib.get_close_matches(name[:100], known, n=1)

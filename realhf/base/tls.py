@@ -13,7 +13,7 @@ NO_CHECK_TIME = ssl.VerifyFlags(0x200000)
 valid for that run, even if the clock of a host is wrong."""
 
 
-def believing(ca_file: str) -> ssl.SSLContext:
+def context_trusting(ca_file: str) -> ssl.SSLContext:
     """Return a TLS context that trusts the certificates in a PEM file (authorities or the server's
     own) and checks the server's name.
 
@@ -26,7 +26,7 @@ def believing(ca_file: str) -> ssl.SSLContext:
         raise ValueError(f"the file of certificates {ca_file}: {reason}") from None
 
 
-def with_certificate(url: str, certificate: str) -> str:
+def embed_certificate(url: str, certificate: str) -> str:
     """Return an https URL with the server's certificate (PEM) in its fragment, which is never sent;
     other URLs are returned unchanged."""
     if not url.startswith("https://"):
@@ -34,7 +34,7 @@ def with_certificate(url: str, certificate: str) -> str:
     return f"{url}#{base64.urlsafe_b64encode(ssl.PEM_cert_to_DER_cert(certificate)).decode()}"
 
 
-def without_certificate(url: str) -> tuple[str, ssl.SSLContext | None]:
+def split_certificate(url: str) -> tuple[str, ssl.SSLContext | None]:
     """Split a URL into (URL without certificate, TLS context that accepts only the certificate of
     its fragment).
 
@@ -55,7 +55,7 @@ def without_certificate(url: str) -> tuple[str, ssl.SSLContext | None]:
 
 
 @contextmanager
-def in_memory(pem: str) -> Iterator[str]:
+def in_memory_file(pem: str) -> Iterator[str]:
     """Yield a path from which this process can read a certificate and its key, which are kept in
     memory and not on disk."""
     descriptor = os.memfd_create("certificate", os.MFD_CLOEXEC)

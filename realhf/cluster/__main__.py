@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import realhf
-from realhf.base.text import printable
+from realhf.base.text import escape_controls
 from realhf.cluster.cluster_keys import HostKeys, add_hosts, make_keys
 from realhf.cluster.messages import OperatorOrder
 from realhf.cluster.operator import ask_launcher
@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TransportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(printable("\n".join(report.lines)), file=sys.stderr if report.failed else sys.stdout)
+    print(
+        escape_controls("\n".join(report.lines)), file=sys.stderr if report.failed else sys.stdout
+    )
     return int(report.failed)
 
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from realhf.api.config import ADDRESS_WANTED, no_address
 from realhf.api.option import option
-from realhf.base.text import close_to
+from realhf.base.text import suggest_names
 from realhf.cluster.placement import LAUNCHER, find_wished_host, kind_of
 
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
@@ -117,7 +117,7 @@ def placement_problems(options: ClusterOptions, workers: Sequence[str]) -> Itera
     kinds = sorted({kind_of(name) for name in workers})
     for said in options.placement:
         if kind_of(said) not in kinds and not any(fnmatchcase(name, said) for name in workers):
-            yield f"placement.{said}: this run has no such worker{close_to(said, kinds)}"
+            yield f"placement.{said}: this run has no such worker{suggest_names(said, kinds)}"
 
 
 def elsewhere(options: ClusterOptions, name: str) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from realhf.base.files import digest_of
+from realhf.base.files import digest_folders
 from realhf.base.host_resources import memory_limit, usable_cores
 from realhf.base.installation import IMPORT_ROOT
 from realhf.base.process import boot_id, host_token
@@ -52,7 +52,7 @@ def own_gpus() -> tuple[str, ...]:
 def installed_versions() -> dict[str, str]:
     """Return a digest of the package's own files, and the versions of Python and of packages that
     affect results."""
-    source = digest_of(IMPORT_ROOT, ("realhf", "workers", "experiments", "configs"))
+    source = digest_folders(IMPORT_ROOT, ("realhf", "workers", "experiments", "configs"))
     versions = {name: version for name, version in package_versions(COMPUTING).items() if version}
     return {"source": source[:16], "Python": platform.python_version(), **versions}
 

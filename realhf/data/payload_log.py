@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.calls import PayloadRef, rank_of
-from realhf.base.files import disk_blamed
+from realhf.base.files import convert_disk_errors
 
 SEGMENT_BYTES = 64 << 20
 """Default segment size, in bytes; when it is reached, a new segment begins."""
@@ -93,7 +93,7 @@ class PayloadLog:
             buffers += record
             end += nbytes
         try:
-            with disk_blamed(self._folder):
+            with convert_disk_errors(self._folder):
                 _write_all(self._descriptor, buffers)
                 os.fdatasync(self._descriptor)
         except BaseException:

@@ -39,7 +39,7 @@ from realhf.api.calls import (
 )
 from realhf.api.keys import KeySpec, key_spec
 from realhf.api.sample import SequenceSample
-from realhf.base.files import run_folder_needed
+from realhf.base.files import convert_run_folder_errors
 from realhf.data.payload_log import SEGMENT_BYTES, PayloadDamaged, PayloadLog
 from realhf.transport.codec import decode_sample, encode_sample
 from realhf.transport.errors import CodecError, TransportError
@@ -367,7 +367,7 @@ class StreamDataset:
         """Put one logged sample back into the store. Return its arrival, with ``error`` set if that
         failed."""
         try:
-            with run_folder_needed(self._log.folder):
+            with convert_run_folder_errors(self._log.folder):
                 sample = self._limits.read(id, self._log.read(ref))
         except (PayloadDamaged, CodecError) as error:
             _log.warning("sample %s could not be restored: %s", id, error)

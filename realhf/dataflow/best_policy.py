@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.evaluation import Report
-from realhf.base.files import recover_folder, write_whole
+from realhf.base.files import recover_folder, write_atomic
 
 BEST_POLICY = "best_policy"
 """Folder, within the run folder, with the best policy in Hugging Face format."""
@@ -107,5 +107,5 @@ class BestPolicy:
 
     def record(self, metrics: dict[str, Any]) -> None:
         """Write the metrics of the policy that now is the best one. Raises OSError."""
-        write_whole(self._file, json.dumps(metrics, indent=1), synced=True)
+        write_atomic(self._file, json.dumps(metrics, indent=1), synced=True)
         self.metrics = metrics

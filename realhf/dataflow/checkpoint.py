@@ -26,7 +26,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from realhf.api.calls import SavedFile
-from realhf.base.files import DAMAGED, dangling, disk_reason, sync, unused_name, write_whole
+from realhf.base.files import (
+    DAMAGED,
+    dangling_link_error,
+    describe_disk_error,
+    sync,
+    unused_name,
+    write_atomic,
+)
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -121,9 +128,9 @@ class CheckpointStore:
         that is missing or does not have its reported size.
         """
         try:
-            write_whole(draft / STATE, json.dumps(state), synced=True)
+            write_atomic(draft / STATE, json.dumps(state), synced=True)
             known = _check_saved(draft, saved)
-            write_whole(
+            write_atomic(
                 draft / MANIFEST,
                 json.dumps(_build_manifest(draft, step, known), indent=1),
                 synced=True,
@@ -135,7 +142,7 @@ class CheckpointStore:
             self._set_damaged_aside()
             self._point_latest(final)
             if self._record is not None:
-                write_whole(
+                write_atomic(
                     self._record,
                     json.dumps({"newest": final.name, "step": step}) + "\n",
                     synced=True,
@@ -152,7 +159,7 @@ class CheckpointStore:
         process; otherwise it is ``error`` itself.
         """
         self.discard(draft)
-        reason = disk_reason(error) or (str(error) if isinstance(error, OSError) else "")
+        reason = describe_disk_error(error) or (str(error) if isinstance(error, OSError) else "")
         if not reason:
             return error
         return CheckpointError(
@@ -288,7 +295,7 @@ class CheckpointStore:
         self._damaged.clear()
 
     def _point_latest(self, final: Path) -> None:
-        write_whole(self.folder / LATEST, final.name, synced=True)
+        write_atomic(self.folder / LATEST, final.name, synced=True)
 
     def _unused_path(self, step: int) -> Path:
         """Return an unused path for the checkpoint of a step. If there is one from an earlier
@@ -372,7 +379,7 @@ def _list_names(folder: Path) -> list[str]:
         return os.listdir(folder)
     except FileNotFoundError:
         if folder.is_symlink():
-            raise dangling(folder) from None
+            raise dangling_link_error(folder) from None
         return []
 
 

@@ -24,7 +24,7 @@ from realhf.api.parallel import Parallel
 from realhf.api.sample import SequenceSample, inverse_perm
 from realhf.api.source import SampleResult
 from realhf.base.messages import MessageError
-from realhf.base.partition import balanced_parts, parts_near
+from realhf.base.partition import balanced_parts, balanced_parts_near_homes
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer, BatchLease
 from realhf.dataflow.storage_map import Fetch, StorageMap
 from realhf.dataflow.worker_group import (
@@ -445,7 +445,7 @@ class ModelFunctionCall:
         if self.mfc.balance == "tokens" and self.mfc.interface_type is InterfaceType.INFERENCE:
             # Prefer the worker that already stores most of the inputs of a sample: these need not
             # be fetched.
-            return parts_near(
+            return balanced_parts_near_homes(
                 meta.costs(), [self._find_home(sample_id, count) for sample_id in meta.ids], count
             )
         if self.mfc.balance == "tokens":

@@ -60,8 +60,8 @@ from realhf.api.parallel import Group, HeldInParts
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.sample_check import check_standard_keys
 from realhf.api.trace import GENERATE, NO_RECORDER, REF, TRAIN, RolloutRecorder, Tracer
-from realhf.base.files import disk_blamed, whole_folder, write_whole
-from realhf.base.tensor_digest import SCHEME, digests, joint_digest
+from realhf.base.files import atomic_folder, convert_disk_errors, write_atomic
+from realhf.base.tensor_digest import SCHEME, digest_tensors, joint_digest
 from realhf.dataflow.best_policy import HELD_OUT_FILE
 from realhf.dataflow.checkpoint import sync_and_hash
 from realhf.dataflow.model_function_call import WrongReply, check_keys
@@ -86,14 +86,14 @@ def write_digests(
     The file has the digest scheme, the policy version, the joint digest that is also in the run's
     ``weights.jsonl``, and the digest of each tensor by name.
     """
-    tensors = digests(engine.weights() if weights is None else weights)
+    tensors = digest_tensors(engine.weights() if weights is None else weights)
     content = {
         "scheme": SCHEME,
         "version": engine.version,
         "digest": joint_digest(tensors),
         "tensors": tensors,
     }
-    write_whole(folder / DIGESTS_FILE, json.dumps(content, indent=1))
+    write_atomic(folder / DIGESTS_FILE, json.dumps(content, indent=1))
 
 
 def stored_weights(engine: Engine) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ def check_digests(folder: Path, engine: Engine) -> None:
         return
     expected: dict[str, str] = stored["tensors"]
     try:
-        restored = digests(stored_weights(engine))
+        restored = digest_tensors(stored_weights(engine))
     except HeldInParts:
         return
     for name in sorted(expected.keys() | restored.keys()):
@@ -504,7 +504,7 @@ class ModelHost:
         for role, folder in ((role, Path(text)) for role, text in request.roles.items()):
             folder.mkdir(parents=True, exist_ok=True)
             engine = self._get_model(role).engine
-            with disk_blamed(folder):
+            with convert_disk_errors(folder):
                 written = engine.save_checkpoint(folder)
                 if written is None:  # the engine trains alone, so the folder is all its own
                     write_digests(folder, engine, stored_weights(engine))
@@ -567,7 +567,7 @@ class ModelHost:
         The folder is created or replaced atomically, so an existing folder is complete.
         """
         engine = self._get_model(request.role).engine
-        with whole_folder(Path(request.folder)) as folder:
+        with atomic_folder(Path(request.folder)) as folder:
             engine.export_hf(folder)
             write_digests(folder, engine)
         return Nothing()
@@ -578,10 +578,10 @@ class ModelHost:
         The previous policy remains in the folder until the new one is complete. Raises OSError.
         """
         exported = Path(request.folder)
-        with whole_folder(Path(request.target)) as folder:
+        with atomic_folder(Path(request.target)) as folder:
             for path in exported.iterdir():
                 os.replace(path, folder / path.name)
-            write_whole(folder / HELD_OUT_FILE, request.held_out)
+            write_atomic(folder / HELD_OUT_FILE, request.held_out)
         exported.rmdir()
         return Nothing()
 

@@ -27,7 +27,7 @@ from realhf.api.environment import (
     Turn,
 )
 from realhf.base.loop_thread import LoopThread
-from realhf.base.text import close_to, printable
+from realhf.base.text import escape_controls, suggest_names
 from realhf.env.check.calls import Caller, CallFailed, UserCode, environment_folders
 from realhf.env.check.command import parse_seconds
 from realhf.env.check.contract import ends_episode, opening_problems, tool_problems, turn_problems
@@ -191,7 +191,7 @@ def _printable_text(text: object) -> str:
         if len(full) > _MAX_SHOWN_CHARS
         else ""
     )
-    return printable(full[:_MAX_SHOWN_CHARS]) + suffix
+    return escape_controls(full[:_MAX_SHOWN_CHARS]) + suffix
 
 
 class Board:
@@ -296,7 +296,7 @@ def choose_task(spec: EnvironmentSpec, split: str, template: str, seed: int) -> 
         raise ValueError(f"{spec.name} has no task in the split {split!r}")
     if template and template not in tasks.group_of:
         raise ValueError(
-            f"the split {split!r} has no task {template!r}{close_to(template, templates)}"
+            f"the split {split!r} has no task {template!r}{suggest_names(template, templates)}"
         )
     return tasks.instantiate(template or random.Random(seed).choice(templates), seed)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import realhf
 from realhf.api.config import ConfigError, Mode
-from realhf.base.terminal import Terminal, guarded_output
+from realhf.base.terminal import Terminal, guard_output
 from realhf.launch.checks import check_config
 from realhf.launch.compose import compose_config
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: success; 1: a process failed; 2: an invalid configuration; 130, 143: stopped by SIGINT,
     SIGTERM. The loss of the terminal (``| head``) affects neither the run nor the exit code."""
     started_at = time.time()
-    with guarded_output() as terminal:
+    with guard_output() as terminal:
         return _main(sys.argv[1:] if arguments is None else list(arguments), started_at, terminal)
 
 

@@ -14,8 +14,8 @@ from realhf.api.parallel import SHARDED
 from realhf.base.hf_config import (
     ModelSize,
     activation_bytes,
+    estimate_size,
     model_size,
-    size_of,
     trainer_memory,
     weight_bytes,
 )
@@ -300,7 +300,7 @@ def _model_size(model: ModelSpec, config: ExperimentConfig) -> ModelSize | None:
     if config.actor.path not in BUILTIN_PATHS:
         return model_size(config.actor.path)
     small = config.builtin
-    return size_of(
+    return estimate_size(
         {
             "hidden_size": small.hidden_size,
             "num_hidden_layers": small.num_layers,

@@ -30,7 +30,7 @@ from realhf.launch.allocation import (
 )
 from realhf.launch.checks import is_builtin
 from realhf.launch.compose import Composed
-from realhf.launch.plugins import ExperimentFile, definition_of, located, options_of
+from realhf.launch.plugins import ExperimentFile, definition_of, describe_user_error, options_of
 from realhf.scheduler.gpus import visible_gpus
 
 LARGE_RATE = 5e-5
@@ -212,7 +212,7 @@ def _call_build(file: ExperimentFile, config: ExperimentConfig) -> ExperimentSpe
         raise ConfigError(str(error)) from None
     except Exception as error:
         raise ConfigError(
-            f"experiment={file.name}: {located(error, str(file.module.__file__))}"
+            f"experiment={file.name}: {describe_user_error(error, str(file.module.__file__))}"
         ) from None
     if not isinstance(spec, ExperimentSpec):
         raise ConfigError(f"experiment={file.name}: build(config) returned a {type(spec).__name__}")

@@ -21,7 +21,7 @@ from realhf.api.algorithm import is_own
 from realhf.api.config import ConfigError, ExperimentConfig
 from realhf.api.option import NamedOption, sections, walk
 from realhf.base.installation import CONFIGS
-from realhf.base.plugin import absolute
+from realhf.base.plugin import absolute_reference
 from realhf.launch.checks import BUILTIN, choose_engine, is_builtin, start_untrained
 from realhf.launch.plugins import (
     ExperimentFile,
@@ -287,7 +287,7 @@ def _chosen_path(
     name = option
     option = f"{section}.{option}"
     if option in given:
-        given[option] = absolute(given[option].strip("'\""))
+        given[option] = absolute_reference(given[option].strip("'\""))
         return given[option]
     choice = given.get(section, "")
     registered = choice if section == "env" and choice in environments else None
@@ -320,7 +320,9 @@ def _check_environment(
 def _check_scheduler(config: ExperimentConfig, chosen: str | None, own: Path) -> None:
     """Raise ConfigError for a scheduler that was set in a file which is read too late to add its
     options."""
-    if absolute(config.scheduler.path) != absolute(chosen or ExperimentConfig().scheduler.path):
+    if absolute_reference(config.scheduler.path) != absolute_reference(
+        chosen or ExperimentConfig().scheduler.path
+    ):
         raise ConfigError(
             f"scheduler.path={config.scheduler.path}: set it in {own.name} or on the command line; "
             f"no "
@@ -333,7 +335,7 @@ def _check_algorithm(config: ExperimentConfig, chosen: str | None, own: Path) ->
     its options."""
     section: Any = getattr(config, "ppo", None)
     algo = getattr(section, "algo", "")
-    if is_own(algo) and absolute(algo) != absolute(chosen or ""):
+    if is_own(algo) and absolute_reference(algo) != absolute_reference(chosen or ""):
         raise ConfigError(
             f"ppo.algo={algo}: set it in {own.name} or on the command line; no other choice can "
             f"make it"

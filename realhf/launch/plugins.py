@@ -16,14 +16,14 @@ from realhf.api.algorithm import algorithm_of
 from realhf.api.config import ConfigError, ExperimentConfig
 from realhf.api.option import walk, with_path, with_section
 from realhf.base.plugin import (
-    absolute,
-    imported,
+    absolute_reference,
+    describe_user_error,
+    import_user_code,
     load_plugin,
     load_reference,
-    located,
     split_reference,
 )
-from realhf.base.text import close_to
+from realhf.base.text import suggest_names
 from realhf.registry import REGISTRIES, schedulers
 from realhf.scheduler.base import Scheduler, SchedulerDefinition
 
@@ -54,7 +54,7 @@ def load_experiment(
         module = load_plugin(plugin)
     except Exception as error:
         where = str(user_file) if user_file else f"{plugin.replace('.', '/')}.py"
-        raise ConfigError(f"experiment={name}: {located(error, where)}") from None
+        raise ConfigError(f"experiment={name}: {describe_user_error(error, where)}") from None
     kind = config_class(name, module)
     if environment is not None and (chosen := getattr(module, "config_class", None)):
         try:
@@ -172,11 +172,11 @@ def definition_of(reference: str) -> SchedulerDefinition:
 
     Raises ValueError with one sentence about the cause and its location."""
     if reference in schedulers:
-        definition = imported(reference, lambda: schedulers.get(reference))
+        definition = import_user_code(reference, lambda: schedulers.get(reference))
     elif reference.endswith(".py"):
         raise ValueError(f"{reference}: name the scheduler in it, {reference}:NAME")
     elif not split_reference(reference).name:
-        known = close_to(reference, [*schedulers])
+        known = suggest_names(reference, [*schedulers])
         raise ValueError(
             f"unknown scheduler {reference!r}{known}; one of your own is file.py:Name or "
             f"module:Name"
@@ -206,11 +206,11 @@ def with_scheduler(config: type[C], reference: str) -> type[C]:
         )
     about = "Scheduler to use: a registered name, or FILE.py:Name for a custom one."
     try:
-        kind = with_path(options, absolute(reference), about)
+        kind = with_path(options, absolute_reference(reference), about)
         kind()
     except Exception as error:
         raise ValueError(
-            f"{reference}: {options.__name__}: {located(error, _file_of(reference))}"
+            f"{reference}: {options.__name__}: {describe_user_error(error, _file_of(reference))}"
         ) from None
     return with_section(config, "scheduler", kind)
 
@@ -232,7 +232,7 @@ def with_algorithm(config: type[C], reference: str) -> type[C]:
         return with_section(config, "algorithm", options)
     except Exception as error:
         raise ValueError(
-            f"ppo.algo={reference}: {options.__name__}: {located(error, _file_of(reference))}"
+            f"ppo.algo={reference}: {options.__name__}: {describe_user_error(error, _file_of(reference))}"
         ) from None
 
 
@@ -250,7 +250,9 @@ def make_scheduler(section: Any) -> Scheduler:
     try:
         scheduler = definition.make(options_of(section))
     except Exception as error:
-        raise ValueError(f"{section.path}: {located(error, _file_of(section.path))}") from error
+        raise ValueError(
+            f"{section.path}: {describe_user_error(error, _file_of(section.path))}"
+        ) from error
     if missing := [name for name in METHODS if not callable(getattr(scheduler, name, None))]:
         raise ValueError(
             f"{section.path}: make returned a {type(scheduler).__name__} without "

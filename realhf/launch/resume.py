@@ -86,7 +86,7 @@ def check_resume(config: ExperimentConfig, effective: Sequence[str] = ()) -> Res
         raise ConfigError(
             f"{start} that has made {step} steps with other options: {_format_changes(refused)}; "
             f"choose another "
-            "trial_name, go on with the options that it has, or begin it anew with "
+            "trial_name, continue with its own options, or start it over with "
             "recover_mode=disabled"
         )
     warned = [change for change in changes if change.on_resume == "warns"]
@@ -95,9 +95,8 @@ def check_resume(config: ExperimentConfig, effective: Sequence[str] = ()) -> Res
         raise ConfigError(
             f"{start} that is complete with {step} steps, so other options have no effect: "
             f"{_format_changes(late)}; "
-            "choose another trial_name, train further with a larger total_train_steps, or begin "
-            "anew with "
-            "recover_mode=disabled"
+            "choose another trial_name, train further with a larger total_train_steps, or start "
+            "it over with recover_mode=disabled"
         )
     return Resumption(step, tuple(warned), bool(before))
 

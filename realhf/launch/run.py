@@ -20,9 +20,9 @@ from rich.text import Text
 from realhf.api.config import ConfigError, RecoverMode
 from realhf.api.experiment import ExperimentSpec, Launch, is_made
 from realhf.api.passport import PASSPORT_FILE
-from realhf.base.files import DAMAGED, write_whole
+from realhf.base.files import DAMAGED, write_atomic
 from realhf.base.terminal import Terminal
-from realhf.base.text import printable
+from realhf.base.text import escape_controls
 from realhf.dataflow.best_policy import BEST_POLICY
 from realhf.env.loader.load import passport_file
 from realhf.launch.build import BuiltExperiment
@@ -93,7 +93,7 @@ def copy_passport(reference: str, run_dir: Path) -> None:
     none, a passport in the run folder is deleted. Raises OSError."""
     copy = run_dir / PASSPORT_FILE
     try:
-        write_whole(copy, passport_file(reference).read_text(encoding="utf-8", errors="replace"))
+        write_atomic(copy, passport_file(reference).read_text(encoding="utf-8", errors="replace"))
     except (FileNotFoundError, ValueError):
         copy.unlink(missing_ok=True)
 
@@ -202,9 +202,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _print_error(text: str, exit_code: int, more: str = "") -> int:
     """Print an error and further lines to standard error, and return ``exit_code``."""
-    print(f"error: {printable(text, colours=False)}", file=sys.stderr)
+    print(f"error: {escape_controls(text, colours=False)}", file=sys.stderr)
     if more:
-        print(printable(more, colours=False), file=sys.stderr)
+        print(escape_controls(more, colours=False), file=sys.stderr)
     return exit_code
 
 
@@ -230,7 +230,7 @@ def _print_results(summary: dict[str, Any], run_dir: Path) -> None:
         )
     for advisory in summary.get("advisories", ()):
         text = f"{advisory['severity']}: {advisory['text']} {advisory['advice']}"
-        console.print(Text(printable(text)), soft_wrap=True)
+        console.print(Text(escape_controls(text)), soft_wrap=True)
     console.print(f"results: {run_dir}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -320,9 +320,8 @@ def check_kinds(run_dir: Path) -> None:
         for path in sorted(path for path in run_dir.iterdir() if path.match(file.name)):
             if fault := _find_fault(file, path):
                 raise ConfigError(
-                    f"trial_name: {path} {fault}; put it in order or take it away, or begin anew "
-                    f"with "
-                    "recover_mode=disabled"
+                    f"trial_name: {path} {fault}; repair or remove it, or start over "
+                    "with recover_mode=disabled"
                 )
 
 
@@ -330,7 +329,7 @@ def _find_fault(file: RunFile, path: Path) -> str:
     """Return what is wrong with an existing path for ``file``, or ""."""
     expected = "folder" if file.written == "folder" else "file"
     if not path.exists():
-        return f"should be a {expected} and is a link to {path.readlink()}, which is not there"
+        return f"should be a {expected} and is a link to {path.readlink()}, which does not exist"
     if path.is_dir() != (expected == "folder"):
         return f"should be a {expected} and is something else"
     try:

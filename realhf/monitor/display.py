@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.base import process_clock
-from realhf.base.text import printable
+from realhf.base.text import escape_controls
 from realhf.monitor.metrics import success_by_group
 from realhf.monitor.summary import (
     STEP_TIME,
@@ -86,7 +86,7 @@ class Display:
         self._last_line = process_clock.now()
         stamp = f"{time.monotonic() - self._began:7.1f} s  "
         # may contain output of programs that the policy has written
-        shown = printable(text, colours=False)
+        shown = escape_controls(text, colours=False)
         self._console.print(Text(stamp, style="dim").append(shown), soft_wrap=True)
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class LiveDisplay(Display):
         if event["kind"] == "activity":
             self._activity = event
         elif event["kind"] == "phase":
-            self._phase = printable(event["text"], colours=False)
+            self._phase = escape_controls(event["text"], colours=False)
         elif event["kind"] == "step":
             self._phase = ""
             self._first_step = self._first_step or (event["step"], time.monotonic())
@@ -124,7 +124,7 @@ class LiveDisplay(Display):
         elif event["kind"] == "rollouts":
             self._rollouts |= flatten_rollouts(event)
         elif event["kind"] == "progress":
-            self._phase = printable(progress_line(event), colours=False)
+            self._phase = escape_controls(progress_line(event), colours=False)
         else:
             if event["kind"] == "evaluation":
                 self._phase = ""
@@ -174,7 +174,7 @@ class LiveDisplay(Display):
         shown += [("tokens/s", metrics.get(_SPEED))]
         table.add_row(
             *[
-                Text.assemble((f"{printable(name)} ", "dim"), (_format_number(value), "bold"))
+                Text.assemble((f"{escape_controls(name)} ", "dim"), (_format_number(value), "bold"))
                 for name, value in shown
                 if value is not None
             ]
@@ -182,7 +182,7 @@ class LiveDisplay(Display):
         return table
 
     def _activity_line(self) -> Text:
-        calls = printable(", ".join(self._activity.get("calls", []))) or "-"
+        calls = escape_controls(", ".join(self._activity.get("calls", []))) or "-"
         buffer = f"{self._activity.get('resident', 0)}/{self._activity.get('capacity', 0)}"
         phase = f"   {self._phase}" if self._phase else ""
         return Text.assemble(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.experiment import Launch
-from realhf.base.files import kept_aside, write_whole
+from realhf.base.files import set_aside, write_atomic
 from realhf.base.installation import PACKAGE, git_state
 
 CONFIG_FILE = "config.yaml"
@@ -94,9 +94,9 @@ def record_launch(
         return False
     if not earlier:
         _warn_of_lost_history(run_dir / PROVENANCE_FILE, completed_steps, warn)
-    write_whole(run_dir / CONFIG_FILE, launch.config)
+    write_atomic(run_dir / CONFIG_FILE, launch.config)
     content = {**launch.origin, "launches": [*earlier, entry]}
-    write_whole(run_dir / PROVENANCE_FILE, json.dumps(content, indent=1) + "\n")
+    write_atomic(run_dir / PROVENANCE_FILE, json.dumps(content, indent=1) + "\n")
     return True
 
 
@@ -106,7 +106,7 @@ def _warn_of_lost_history(path: Path, completed_steps: int, warn: Callable[[str]
 
     Raises OSError if the file cannot be read at the moment.
     """
-    kept = kept_aside(path)
+    kept = set_aside(path)
     if kept is not None:
         warn(
             f"{path} cannot be understood and is kept as {kept.name}: the launches of before are "

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from realhf.base.files import dangling, kept_aside, open_plain, write_whole
+from realhf.base.files import dangling_link_error, open_plain, set_aside, write_atomic
 
 if TYPE_CHECKING:
     from realhf.api.graph import DataFlowGraph
@@ -40,7 +40,7 @@ class Evaluations:
         try:
             self._reports = _read_reports(self._path)
         except ValueError as error:
-            kept = kept_aside(self._path)
+            kept = set_aside(self._path)
             fate = f"is kept as {kept.name}; " if kept else ""
             warn(
                 f"{self._path} cannot be understood ({error}) and {fate}the run goes on without "
@@ -66,7 +66,7 @@ class Evaluations:
         self._write()
 
     def _write(self) -> None:
-        write_whole(self._path, json.dumps(self._reports, indent=1))
+        write_atomic(self._path, json.dumps(self._reports, indent=1))
 
 
 def _read_reports(path: Path) -> dict[int, dict[str, Any]]:
@@ -78,7 +78,7 @@ def _read_reports(path: Path) -> dict[int, dict[str, Any]]:
         content = json.loads(path.read_bytes().decode())
     except FileNotFoundError:
         if path.is_symlink():
-            raise dangling(path) from None
+            raise dangling_link_error(path) from None
         return {}
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

@@ -18,7 +18,7 @@ from realhf.api.config import MonitorConfig
 from realhf.api.environment import HELD_OUT
 from realhf.api.experiment import EvaluationSpec
 from realhf.api.trace import STEP, Tracer
-from realhf.base.files import dangling, kept_aside, write_whole
+from realhf.base.files import dangling_link_error, set_aside, write_atomic
 from realhf.monitor.advisories import advise_run
 from realhf.monitor.events import EventStream
 from realhf.monitor.metrics import evaluation_metrics, public_names
@@ -60,7 +60,7 @@ def parse_metrics(run_dir: Path) -> ParsedMetrics:
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         if path.is_symlink():
-            raise dangling(path) from None
+            raise dangling_link_error(path) from None
         return ParsedMetrics([], [])
     parsed = ParsedMetrics([], [])
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
@@ -168,7 +168,7 @@ class RunLog:
         self._began = self._last = completed_steps
         rows = self._read_complete_rows(completed_steps)
         self.evaluations.forget_after(completed_steps if completed_steps else -1)
-        write_whole(run_dir / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in rows))
+        write_atomic(run_dir / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in rows))
         past = [(row["step"], {name: row[name] for name in row if name != "step"}) for row in rows]
         past += [
             (step, evaluation_metrics(report, self._split))
@@ -197,7 +197,7 @@ class RunLog:
         parsed = parse_metrics(self._run_dir)
         rows = [row for row in parsed.rows if row["step"] <= completed_steps]
         missing = sorted(set(range(1, completed_steps + 1)) - {row["step"] for row in rows})
-        kept = kept_aside(path) if parsed.damaged else None
+        kept = set_aside(path) if parsed.damaged else None
         if kept is not None:
             lines = ", ".join(map(str, parsed.damaged[:8])) + (
                 ", ..." if len(parsed.damaged) > 8 else ""

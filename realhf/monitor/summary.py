@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from realhf.base.files import write_whole
-from realhf.base.text import printable
+from realhf.base.files import write_atomic
+from realhf.base.text import escape_controls
 
 MetricRow = Mapping[str, Any]
 STEP_TIME = "time/step"
@@ -263,7 +263,7 @@ def build_summary(
 
 def write_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
     """Write ``summary.json`` into the run folder, atomically."""
-    write_whole(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
+    write_atomic(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
 
 
 def build_held_out_table(summary: Mapping[str, Any]) -> Any:
@@ -286,7 +286,7 @@ def build_held_out_table(summary: Mapping[str, Any]) -> Any:
         for name in dict.fromkeys([*before, *after]):
             table.add_row(
                 Text(
-                    f"{printable(name)}, {label}"
+                    f"{escape_controls(name)}, {label}"
                 ),  # the environment's author chose the name of the group
                 _cell(before.get(name), summary[f"heldout_interval_before{suffix}"].get(name)),
                 _cell(after.get(name), summary[f"heldout_interval_after{suffix}"].get(name)),

@@ -29,7 +29,7 @@ import msgspec
 
 import realhf
 from realhf.api.trace import Tracer
-from realhf.base.files import whole_file
+from realhf.base.files import atomic_file
 from realhf.monitor.run_files import HostLanes
 
 TRACE_FOLDER = "trace"
@@ -162,7 +162,7 @@ def merge_traces(run_dir: Path) -> Path | None:
     path = run_dir / TRACE_FILE
     # Validating a raw value takes a fraction of the time of building it.
     check = msgspec.json.Decoder(msgspec.Raw).decode
-    with whole_file(path) as partial, partial.open("wb") as target:
+    with atomic_file(path) as partial, partial.open("wb") as target:
         target.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         first = True
         for file in files:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from realhf.base import process_clock
-from realhf.base.files import kept_aside, write_whole
+from realhf.base.files import set_aside, write_atomic
 from realhf.base.installation import install_command
 from realhf.monitor.provenance import read_config
 
@@ -94,7 +94,7 @@ def run_info(
     known = _read_identity(run_dir) if completed_steps > 0 else {}
     if "id" not in known:
         if completed_steps > 0:
-            kept = kept_aside(run_dir / IDENTITY_FILE)
+            kept = set_aside(run_dir / IDENTITY_FILE)
             fate = f"cannot be understood and is kept as {kept.name}" if kept else "is gone"
             warn(f"{run_dir / IDENTITY_FILE} {fate}: for its trackers the run is a new one")
         known = {"id": uuid.uuid4().hex}
@@ -133,7 +133,7 @@ def _read_identity(run_dir: Path) -> dict[str, str]:
 
 
 def _write_identity(run_dir: Path, names: Mapping[str, str]) -> None:
-    write_whole(run_dir / IDENTITY_FILE, json.dumps(dict(names)))
+    write_atomic(run_dir / IDENTITY_FILE, json.dumps(dict(names)))
 
 
 class TensorBoardTracker(Tracker):

@@ -29,7 +29,7 @@ from realhf.api.environment import AssistantMessage, Environment, EnvironmentFai
 from realhf.api.generation import TokenSource
 from realhf.api.rollout import AGENT_FAILED, POLICY_FAILED, RolloutOutcome
 from realhf.api.tool_parser import CallProblem, read_json
-from realhf.base.plugin import load_plugin, located
+from realhf.base.plugin import describe_user_error, load_plugin
 from realhf.rollout.episode import EpisodeLimits, EpisodeProgress, EpisodeRequest
 from realhf.rollout.openai_requests import ChatMessage, OpenAiCall, OpenAiMessage
 from realhf.rollout.openai_server import OpenAiServer
@@ -232,7 +232,9 @@ def load_agent(name: str, options: Mapping[str, Any] | None = None) -> AgentFunc
     try:
         agent = getattr(load_plugin(file or place), function, None)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{name!r} names no agent: {located(error, str(file or ''))}") from error
+        raise ValueError(
+            f"{name!r} names no agent: {describe_user_error(error, str(file or ''))}"
+        ) from error
     if not inspect.iscoroutinefunction(agent):
         raise ValueError(f"{name!r} is not an async function")
     try:

@@ -249,16 +249,18 @@ class BlockingPlayer:
         long."""
         if not self._thread.alive:
             raise RuntimeError("the event loop of the episodes has ended")
-        seconds = self._watch.look()
+        seconds = self._watch.blocked_s()
         if seconds > self.player.message_timeout_s:
             raise RuntimeError(
                 f"environment {self.player.name}: its code has blocked the event loop of all "
                 f"episodes for "
-                f"{seconds:.0f} s ({self._watch.place()}); what may block belongs into a plain "
+                f"{seconds:.0f} s ({self._watch.current_line()}); what may block belongs into a plain "
                 f"method or a thread"
             )
         if seconds:
-            _log.warning("the event loop of the episodes is blocked: %s", self._watch.place())
+            _log.warning(
+                "the event loop of the episodes is blocked: %s", self._watch.current_line()
+            )
 
     async def _run(
         self,

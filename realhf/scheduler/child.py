@@ -15,7 +15,7 @@ import os
 import runpy
 import sys
 
-from realhf.base.process import collect_rarely, step_back
+from realhf.base.process import collect_garbage_rarely, lower_priority
 from realhf.scheduler.process import LAST_WORDS, die_with_parent, keep_last_words, leave_last_words
 
 
@@ -41,8 +41,8 @@ if __name__ == "__main__":
     die_with_parent(parent_pid)
     if words := os.environ.pop(LAST_WORDS, ""):
         keep_last_words(int(words))
-    step_back(niceness)
-    collect_rarely()
+    lower_priority(niceness)
+    collect_garbage_rarely()
     sys.argv = [module, *sys.argv[4:]]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

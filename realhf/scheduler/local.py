@@ -23,7 +23,7 @@ from typing import IO
 import psutil
 
 from realhf.base import process_clock
-from realhf.base.host_resources import MOUNT, counters, groups, memory_limit
+from realhf.base.host_resources import MOUNT, control_groups, memory_limit, read_counters
 from realhf.base.process import start_time
 from realhf.env.containment.fork_server import ForkServer
 from realhf.scheduler.base import (
@@ -56,10 +56,12 @@ class OomKillMonitor:
         self._own_groups = proc / "self" / "cgroup"
         names = ("memory.events", "memory.oom_control")
         candidates = (
-            group / name for group in groups("memory", mount, self._own_groups) for name in names
+            group / name
+            for group in control_groups("memory", mount, self._own_groups)
+            for name in names
         )
         self._counter = next(
-            (file for file in candidates if _KILLS in counters(file)), proc / "vmstat"
+            (file for file in candidates if _KILLS in read_counters(file)), proc / "vmstat"
         )
         self._count = self._read_count()
         self._last_kill_at = float("-inf")
@@ -93,7 +95,7 @@ class OomKillMonitor:
         )
 
     def _read_count(self) -> int:
-        return counters(self._counter).get(_KILLS, 0)
+        return read_counters(self._counter).get(_KILLS, 0)
 
 
 PREPARED_WITHIN_S = 120.0

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from realhf.base.process import collect_rarely, step_back
+from realhf.base.process import collect_garbage_rarely, lower_priority
 from realhf.env.containment.fork_server import serve_forks
 from realhf.scheduler.child import leave
 from realhf.scheduler.process import die_with_parent, keep_last_words
@@ -61,7 +61,7 @@ def work(owner: int, request: dict[str, Any], descriptors: list[int]) -> None:
             os.close(descriptor)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         die_with_parent(owner)
-        step_back(int(request["niceness"]))
+        lower_priority(int(request["niceness"]))
         os.environ.update(request["environment"])
         sys.argv = [request["module"], *request["argv"]]
         # Without this, records would be written by the server's handlers as well.
@@ -81,7 +81,7 @@ def main() -> None:
     """Serve the owner process given on the command line until it closes the connection."""
     owner = int(sys.argv[2])
     die_with_parent(owner)
-    collect_rarely()
+    collect_garbage_rarely()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -15,7 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from realhf.base.event_loops import ClockedLoop
-from realhf.base.installation import needs
+from realhf.base.installation import require_modules
 from realhf.tinker.options import ServerOptions, read_options
 from realhf.web.certificates import plaintext_warning, server_files
 from realhf.web.connections import HandshakeLoop, guarded_http, use_all_descriptors
@@ -32,8 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = read_options(arguments)
         options.api_keys()
-        needs("tinker", "tinker")
-        needs("lora", "peft")
+        require_modules("tinker", "tinker")
+        require_modules("lora", "peft")
         use_all_descriptors()
         with asyncio.Runner(
             loop_factory=HandshakeLoop if options.tls_cert else ClockedLoop

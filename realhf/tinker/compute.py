@@ -40,10 +40,10 @@ from realhf.backends.embedded.weight_copy import collect_weights
 from realhf.backends.training.tokenizer_loading import load_tokenizer
 from realhf.backends.training.torch_backend import load_causal_lm
 from realhf.base import process_clock
-from realhf.base.files import sync, whole_folder
+from realhf.base.files import atomic_folder, sync
 from realhf.base.hf_config import context_limit
 from realhf.base.host_resources import memory_left
-from realhf.base.tensor_digest import digests, joint_digest
+from realhf.base.tensor_digest import digest_tensors, joint_digest
 from realhf.base.text import first_line
 from realhf.tinker.channel import (
     Began,
@@ -95,7 +95,7 @@ class Computer:
         self.longest = min(options.longest or limit, limit)
         self.vocabulary = int(self._base.config.get_text_config().vocab_size)
         weights = collect_weights(self._base)
-        self.digest = joint_digest(digests(weights))
+        self.digest = joint_digest(digest_tensors(weights))
         self.nbytes = sum(tensor.nbytes for tensor in weights.values())
         self._models: dict[str, TrainedModel] = {}
         self._queues: dict[str, deque[tuple[Job, bytes]]] = {}
@@ -291,7 +291,7 @@ class Computer:
         """Save a model durably and return the size of its files in bytes. The folder appears only
         once it is complete."""
         model = self._models[model_id]
-        with whole_folder(folder) as partial:
+        with atomic_folder(folder) as partial:
             if kind == "external":
                 with self._threads.computing():
                     model.export(partial)

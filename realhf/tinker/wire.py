@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from realhf.base.installation import needs
+from realhf.base.installation import require_modules
 
-needs("tinker", "tinker")
+require_modules("tinker", "tinker")
 types: Any = import_module("tinker.types")
 pb: Any = import_module("tinker.proto.tinker_public_pb2")
 

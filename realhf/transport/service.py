@@ -329,7 +329,7 @@ class BlockingServiceClient:
                 raise PeerLost(f"the client of {self._peer} is closed")
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
-            return event_loops.result(future, timeout_s)
+            return event_loops.wait_for_future(future, timeout_s)
         except RpcTimeout:
             raise
         except FutureTimeout:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import ssl
 
-from realhf.base.tls import NO_CHECK_TIME, in_memory
+from realhf.base.tls import NO_CHECK_TIME, in_memory_file
 from realhf.transport.errors import NetworkError
 from realhf.transport.network import RunKeys
 
@@ -89,7 +89,7 @@ def _make_context(keys: RunKeys, protocol: int) -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags |= NO_CHECK_TIME
-    with in_memory(
+    with in_memory_file(
         keys.certificate + keys.certificate_key
     ) as path:  # OpenSSL reads a key from files only
         try:

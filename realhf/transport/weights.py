@@ -37,7 +37,7 @@ import numpy as np
 from realhf.api.generation import TensorSlot, WeightsManifest
 from realhf.api.keys import ITEMSIZE, TORCH_NAMES, dtype_tag
 from realhf.base import process_clock
-from realhf.base.files import whole_file
+from realhf.base.files import atomic_file
 from realhf.base.loopback import is_loopback_host
 from realhf.base.process import host_token, start_time
 from realhf.base.tensor_digest import TensorDigester, joint_digest
@@ -285,7 +285,7 @@ class WeightFile:
         self.checksum = checksum(buffer)
         self._path = folder.resolve() / f"{stem}.v{version}.{self.checksum[:8]}.safetensors"
         self.location = str(self._path)
-        with whole_file(self._path) as partial, partial.open("wb") as file:
+        with atomic_file(self._path) as partial, partial.open("wb") as file:
             _write_safetensors(file, version, slots, buffer)
 
     def close(self) -> None:

@@ -1,3 +1,3 @@
-from realhf.base.installation import needs
+from realhf.base.installation import require_modules
 
-needs("server", "starlette", "uvicorn")
+require_modules("server", "starlette", "uvicorn")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import realhf
-from realhf.base.files import write_whole
+from realhf.base.files import write_atomic
 from realhf.monitor.trace import merge_traces
 from realhf.view.run import PARTS, Run
 from realhf.view.run_folder import MARKS, finished_state, is_run, read_json
@@ -46,7 +46,7 @@ def write_report(run_dir: Path, rollout_bytes: int = ROLLOUT_BYTES) -> Path:
     a subset of evenly spaced steps, and the last spans and rollouts. Raises OSError."""
     run = Run(run_dir, "/".join(run_dir.resolve().parts[-2:]))
     path = run_dir / REPORT_FILE
-    write_whole(
+    write_atomic(
         path, build_page(run.name, _replace_nonfinite(_collect_answers(run, rollout_bytes)))
     )
     return path

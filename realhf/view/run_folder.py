@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import realhf
-from realhf.base.files import open_plain, write_whole
-from realhf.base.text import printable
+from realhf.base.files import open_plain, write_atomic
+from realhf.base.text import escape_controls
 
 _LOCKS = Path("/proc/locks")
 """Table of the file locks of this machine."""
@@ -228,7 +228,7 @@ def note_command(arguments: Sequence[str]) -> int:
         return 2
     if note != before:
         try:
-            write_whole(options.run / NOTE_FILE, json.dumps(asdict(note), indent=1) + "\n")
+            write_atomic(options.run / NOTE_FILE, json.dumps(asdict(note), indent=1) + "\n")
         except OSError as error:
             print(
                 f"error: cannot write {options.run / NOTE_FILE}: {error.strerror}", file=sys.stderr
@@ -236,7 +236,7 @@ def note_command(arguments: Sequence[str]) -> int:
             return 2
     tags_text = " ".join(f"[{tag}]" for tag in note.tags)
     print(
-        printable(
+        escape_controls(
             "\n".join(part for part in (tags_text, note.text) if part)
             or f"no note of {options.run}",
             colours=False,

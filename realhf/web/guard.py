@@ -23,7 +23,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from realhf.base.loopback import host_of, is_loopback_host
+from realhf.base.loopback import is_loopback_host, parse_host
 from realhf.web.refusal import Refusal
 
 READ_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -90,7 +90,7 @@ class ServedHosts:
             return True
         if not authority:
             return self.absent
-        host = host_of(authority)
+        host = parse_host(authority)
         if not host:
             return False
         if is_loopback_host(host) or host in self.names:

@@ -29,8 +29,8 @@ def test_a_missing_package_names_the_extra():
         ModuleNotFoundError,
         match=r"^not installed here: no_such; the extra 'x' .*: pip install -e '",
     ):
-        installation.needs("x", "sys", "no_such")
-    installation.needs("x", "sys")
+        installation.require_modules("x", "sys", "no_such")
+    installation.require_modules("x", "sys")
 
 
 @pytest.mark.nightly
@@ -75,4 +75,4 @@ def test_a_part_starts_with_its_extra_alone(module, further, extra):
     )
     last = done.stderr.strip().rpartition("\n")[2]
     assert (done.returncode == 0) is (not extra), done.stderr[-2000:]
-    assert not extra or f"the extra '{extra}' brings it: pip install -e '" in last, last
+    assert not extra or f"the extra '{extra}' contains it: pip install -e '" in last, last

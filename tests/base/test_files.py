@@ -20,11 +20,11 @@ from realhf.api.config import MonitorConfig
 from realhf.base import files
 from realhf.base.files import (
     LineTail,
-    imported_files,
-    matching_files,
-    whole_file,
-    whole_folder,
-    write_whole,
+    atomic_file,
+    atomic_folder,
+    find_imported_files,
+    find_matching_files,
+    write_atomic,
 )
 from realhf.dataflow.checkpoint import LATEST, CheckpointStore
 from realhf.monitor.events import EventStream
@@ -119,7 +119,7 @@ def test_a_checkpoint_that_cannot_be_named_leaves_the_name_of_the_one_before(tmp
 def test_modes_are_those_of_a_new_file(tmp_path):
     before = os.umask(0o027)
     try:
-        write_whole(tmp_path / "file", "1")
+        write_atomic(tmp_path / "file", "1")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
@@ -127,18 +127,18 @@ def test_modes_are_those_of_a_new_file(tmp_path):
 
 def test_what_a_killed_process_left_is_replaced(tmp_path):
     (tmp_path / "file.partial").write_text("half of a long one")
-    write_whole(tmp_path / "file", "ü", synced=True)
+    write_atomic(tmp_path / "file", "ü", synced=True)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text(encoding="utf-8") == "ü"
 
 
 def test_a_folder_is_not_replaced_and_an_error_of_the_block_is_told(tmp_path):
-    with pytest.raises(IsADirectoryError, match="a file is wanted"):
-        write_whole(tmp_path, "1")
-    with pytest.raises(KeyboardInterrupt), whole_file(tmp_path / "file") as partial:
+    with pytest.raises(IsADirectoryError, match="expected a file"):
+        write_atomic(tmp_path, "1")
+    with pytest.raises(KeyboardInterrupt), atomic_file(tmp_path / "file") as partial:
         partial.write_text("half")
         raise KeyboardInterrupt
-    with pytest.raises(ValueError, match="first"), whole_file(tmp_path / "file"):
+    with pytest.raises(ValueError, match="first"), atomic_file(tmp_path / "file"):
         raise ValueError("first")  # nothing was begun, so nothing can be removed
     assert not list(tmp_path.iterdir())
 
@@ -159,10 +159,10 @@ def test_synced_brings_file_and_name_to_the_disk_in_this_order(tmp_path, monkeyp
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replace)
-    write_whole(tmp_path / "file", "1")
+    write_atomic(tmp_path / "file", "1")
     assert asked == ["replace"]
     asked.clear()
-    write_whole(tmp_path / "file", "2", synced=True)
+    write_atomic(tmp_path / "file", "2", synced=True)
     assert asked == ["file.partial", "replace", tmp_path.name]
 
 
@@ -189,7 +189,8 @@ def package(tmp_path):
 
 def test_imports_are_followed_through_others_and_into_processes(package):
     names = [
-        path.relative_to(package).as_posix() for path in imported_files(package, ["made.first"])
+        path.relative_to(package).as_posix()
+        for path in find_imported_files(package, ["made.first"])
     ]
     assert names == [
         "deep/third.py",
@@ -202,14 +203,14 @@ def test_imports_are_followed_through_others_and_into_processes(package):
 
 
 def test_a_module_or_a_pattern_that_finds_nothing_is_an_error(package):
-    assert [path.name for path in matching_files(package, ["data/**/*"])] == [
+    assert [path.name for path in find_matching_files(package, ["data/**/*"])] == [
         "two.yaml",
         "one.yaml",
     ]
     with pytest.raises(FileNotFoundError, match=r"made\.gone"):
-        imported_files(package, ["made.first", "made.gone"])
+        find_imported_files(package, ["made.first", "made.gone"])
     with pytest.raises(FileNotFoundError, match="data/\\*\\.yml"):
-        matching_files(package, ["data/*.yaml", "data/*.yml"])
+        find_matching_files(package, ["data/*.yaml", "data/*.yml"])
 
 
 def test_lines_arrive_once_and_a_torn_one_waits_for_its_rest(tmp_path: Path):
@@ -292,7 +293,7 @@ if not exchanges:
     files._exchange = lambda one, other: False
 for module, name in ((os, "mkdir"), (os, "replace"), (os, "rmdir"), (os, "unlink"), (files, "_exchange")):
     dying(module, name)
-with files.whole_folder(out) as folder:
+with files.atomic_folder(out) as folder:
     (folder / "weights").write_text("new")
     (folder / "more").write_text("new")
 print("finished")
@@ -308,7 +309,7 @@ def test_a_folder_is_whole_and_nothing_is_left_beside_it_whenever_its_writer_is_
     seen = []
     for phase in range(1, 40):
         out = tmp_path / str(phase) / "policy"
-        with whole_folder(out) as folder:
+        with atomic_folder(out) as folder:
             (folder / "weights").write_text("old")
         arguments = [sys.executable, "-c", KILLED, str(out), str(phase), str(exchanges)]
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
@@ -332,7 +333,7 @@ def test_a_folder_is_whole_and_nothing_is_left_beside_it_whenever_its_writer_is_
 
 def test_a_folder_that_is_still_written_is_left_alone(tmp_path):
     out = tmp_path / "policy"
-    with whole_folder(out) as folder:
+    with atomic_folder(out) as folder:
         (folder / "weights").write_text("one")
         other = out.with_name(".policy.1.tmp")
         folder.rename(other)  # as if another process wrote it
@@ -346,7 +347,7 @@ def test_a_folder_that_is_still_written_is_left_alone(tmp_path):
 def test_a_folder_takes_the_place_of_whatever_was_there(tmp_path, kind):
     out = tmp_path / "policy"
     out.write_text("") if kind == "file" else out.symlink_to(tmp_path / "nowhere")
-    with whole_folder(out) as folder:
+    with atomic_folder(out) as folder:
         (folder / "weights").write_text("new")
     assert (out / "weights").read_text() == "new" and [
         path.name for path in tmp_path.iterdir()

@@ -17,7 +17,7 @@ from realhf.backends.embedded.attention import count_sliding_layers, layer_confi
 from realhf.backends.embedded.forward_pass import build_fast_decoder
 from realhf.backends.embedded.kv_cache import RowCache
 from realhf.backends.embedded.memory import head_sizes, token_bytes
-from realhf.base.hf_config import decoder_problem, layer_options, size_of
+from realhf.base.hf_config import decoder_problem, estimate_size, layer_options
 from realhf.launch import checks
 
 SHAPE: dict[str, Any] = {
@@ -60,9 +60,9 @@ def test_files_of_both_forms_say_what_a_token_takes() -> None:
         published,
         {"text_config": published},
     ):
-        assert size_of(described).key_values == NUMBERS_OF_A_TOKEN
+        assert estimate_size(described).key_values == NUMBERS_OF_A_TOKEN
         assert decoder_problem(described) is None
-    one_head = size_of({**published, "attention_k_eq_v": True})
+    one_head = estimate_size({**published, "attention_k_eq_v": True})
     assert one_head.key_values == 2 * (2 * 2 * 16 + 2 * 1 * 24)
     assert [layer["head_dim"] for layer in layer_options(written)] == [16, 24, 16, 24]
 

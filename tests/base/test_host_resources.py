@@ -7,7 +7,7 @@ import pytest
 
 from realhf.base.host_resources import (
     HostLoad,
-    LoadOfSteps,
+    HostLoadMetrics,
     memory_left,
     memory_limit,
     usable_cores,
@@ -109,11 +109,11 @@ def test_what_is_no_reading_is_none(said):
 def test_a_step_has_the_share_of_its_own_time():
     """Not that since the boot; a host keeps its share until it is read anew, and one that was
     started anew, or came just now, has none yet."""
-    loads = LoadOfSteps()
+    loads = HostLoadMetrics()
 
     def figures(*others):
         own = f"host/{os.uname().nodename}/"
-        found = loads.figures([(name, name, load) for name, load in others])
+        found = loads.measure([(name, name, load) for name, load in others])
         assert 0 < found[f"{own}memory"] < 1
         return {name: value for name, value in found.items() if not name.startswith(own)}
 
@@ -129,14 +129,14 @@ def test_a_step_has_the_share_of_its_own_time():
 
 
 def test_this_host_is_read_without_being_told_and_hosts_of_one_name_are_kept_apart():
-    loads = LoadOfSteps()
+    loads = HostLoadMetrics()
     own = os.uname().nodename
     others = [
         (own, "another", HostLoad(1.0, 2.0, 0.25)),
         ("a/b\n", "third", HostLoad(1.0, 2.0, 0.5)),
     ]
-    first = loads.figures(others)
+    first = loads.measure(others)
     assert {f"host/{own}/memory", f"host/{own}-2/memory", "host/a-b-/memory"} == {*first}
-    assert loads.figures([others[1], others[0]])[f"host/{own}-2/memory"] == 0.25, (
+    assert loads.measure([others[1], others[0]])[f"host/{own}-2/memory"] == 0.25, (
         "a name stays that of its host"
     )

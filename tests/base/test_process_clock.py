@@ -60,7 +60,7 @@ def test_a_wait_is_repeated_with_what_is_left_when_the_process_stood_still(
     hands = Hands()
     pauses = PauseDetector(hands)
     monkeypatch.setattr(process_clock.CLOCK, "_pauses", pauses)
-    monkeypatch.setattr(process_clock.CLOCK, "_watched", True)
+    monkeypatch.setattr(process_clock.CLOCK, "_is_started", True)
     asked: list[float] = []
 
     def attempt(seconds: float) -> str:

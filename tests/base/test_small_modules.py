@@ -23,42 +23,44 @@ from realhf.base.dataclass_json import from_json_value, to_json_value
 from realhf.base.files import content_key
 from realhf.base.hf_config import (
     activation_bytes,
+    estimate_size,
     model_size,
-    size_of,
     trainer_memory,
     weight_bytes,
 )
 from realhf.base.loopback import free_port
-from realhf.base.partition import balanced_parts, parts_near
+from realhf.base.partition import balanced_parts, balanced_parts_near_homes
 from realhf.base.plugin import load_plugin
-from realhf.base.text import close_to, printable, quote_states
+from realhf.base.text import escape_controls, quote_states, suggest_names
 
 
 def test_control_characters_are_shown_and_not_obeyed():
     """A title, a cleared screen, text from right to left, and what an encoding did not know."""
     said = "a\tb\n\x1b]0;title\x07\x1b[2J \u202eod\r\x7f \ud800 é 漢"
-    assert printable(said) == "a\tb\n␛]0;title␇␛[2J \ufffdod␍\ufffd \ufffd é 漢"
+    assert escape_controls(said) == "a\tb\n␛]0;title␇␛[2J \ufffdod␍\ufffd \ufffd é 漢"
 
 
 def test_spaces_of_other_scripts_are_spaces():
     said = "東京\u3000大阪 10\u00a0000"
-    assert printable(said) == said
-    assert printable("a\u2028b\u2029") == "a\ufffdb\ufffd"  # they end a line
+    assert escape_controls(said) == said
+    assert escape_controls("a\u2028b\u2029") == "a\ufffdb\ufffd"  # they end a line
 
 
 def test_colours_may_be_left_out():
     said = "\x1b[1;31mred\x1b[0m \x1b[2J"
-    assert printable(said, colours=False) == "red ␛[2J"
-    assert printable(said) == "␛[1;31mred␛[0m ␛[2J"
+    assert escape_controls(said, colours=False) == "red ␛[2J"
+    assert escape_controls(said) == "␛[1;31mred␛[0m ␛[2J"
 
 
 def test_a_close_spelling_is_offered_and_the_names_are_listed():
-    assert close_to("gree", ["green", "blue"]) == "; did you mean 'green'? (known: green, blue)"
-    assert close_to("zzz", []) == " (known: none)"
+    assert (
+        suggest_names("gree", ["green", "blue"]) == "; did you mean 'green'? (known: green, blue)"
+    )
+    assert suggest_names("zzz", []) == " (known: none)"
 
 
 def test_a_long_list_is_cut_and_counted():
-    said = close_to("zzz", [f"name{i}" for i in range(25)])
+    said = suggest_names("zzz", [f"name{i}" for i in range(25)])
     assert "name19, and 5 more)" in said and "name20" not in said
 
 
@@ -88,12 +90,12 @@ PROCESS = """
 import gc
 
 usual = gc.get_threshold()
-from realhf.base.process import collect_rarely, settle
+from realhf.base.process import collect_garbage_normally, collect_garbage_rarely
 
-collect_rarely()
+collect_garbage_rarely()
 assert all(rare > often for rare, often in zip(gc.get_threshold(), usual, strict=True)), gc.get_threshold()
 frozen = gc.get_freeze_count()
-settle()
+collect_garbage_normally()
 assert gc.get_threshold() == usual and gc.get_freeze_count() > frozen + 1000
 circle = []
 circle.append(circle)
@@ -149,7 +151,7 @@ def largest(costs, parts):
 @given(batches())
 def test_every_item_is_in_one_part_and_no_part_is_larger_than_without_homes(batch):
     costs, homes, count = batch
-    parts = parts_near(costs, homes, count)
+    parts = balanced_parts_near_homes(costs, homes, count)
     assert len(parts) == count and sorted(i for part in parts for i in part) == list(
         range(len(costs))
     )
@@ -163,19 +165,21 @@ def test_every_item_is_in_one_part_and_no_part_is_larger_than_without_homes(batc
 
 
 def test_items_stay_at_home_where_that_is_balanced():
-    assert parts_near([5, 4, 3, 2], [1, 0, 0, 1], 2) == [[1, 2], [0, 3]]
-    assert parts_near([5, 4, 3, 2], [None] * 4, 2) == [[0, 3], [1, 2]], "nobody holds anything"
+    assert balanced_parts_near_homes([5, 4, 3, 2], [1, 0, 0, 1], 2) == [[1, 2], [0, 3]]
+    assert balanced_parts_near_homes([5, 4, 3, 2], [None] * 4, 2) == [[0, 3], [1, 2]], (
+        "nobody holds anything"
+    )
 
 
 def test_what_is_too_much_for_its_home_goes_elsewhere():
-    parts = parts_near([3] * 8, [0] * 6 + [1] * 2, 2)
+    parts = balanced_parts_near_homes([3] * 8, [0] * 6 + [1] * 2, 2)
     assert [len(part) for part in parts] == [4, 4] and parts[1][-2:] == [6, 7]
 
 
 def test_parts_that_homes_would_unbalance_are_still_given_to_whom_most_of_them_is_at_home():
     costs = [9, 8, 7, 2]
     homes = [1, 0, 0, 1]
-    parts = parts_near(costs, homes, 2)
+    parts = balanced_parts_near_homes(costs, homes, 2)
     assert largest(costs, parts) == largest(costs, balanced_parts(costs, 2))
     moved = sum(costs[i] for part, held in enumerate(parts) for i in held if homes[i] != part)
     assert moved <= 8
@@ -261,16 +265,16 @@ def test_the_size_is_that_of_the_model(kind, tmp_path):
     model = AutoModelForCausalLM.from_config(config)
     counted = sum(p.numel() for p in model.parameters())
     written = {**config.to_dict(), "tie_word_embeddings": config.tie_word_embeddings}
-    assert size_of(written).parameters == pytest.approx(
+    assert estimate_size(written).parameters == pytest.approx(
         counted, rel=0.1 if kind == "gpt2" else 0.02
     )
     model.save_pretrained(tmp_path)
     found = model_size(str(tmp_path))
     assert found is not None and found.parameters == counted
     if kind in ("llama", "qwen3"):
-        assert found.adapters(2) == size_of(written).adapters(2)
+        assert found.adapters(2) == estimate_size(written).adapters(2)
     (tmp_path / "model.safetensors").write_bytes(b"not a head")
-    assert model_size(str(tmp_path)) == size_of(written)
+    assert model_size(str(tmp_path)) == estimate_size(written)
     (tmp_path / "config.json").write_text("{}")
     assert model_size(str(tmp_path)) is None and model_size("owner/never-downloaded") is None
 
@@ -278,14 +282,14 @@ def test_the_size_is_that_of_the_model(kind, tmp_path):
 def test_a_trainer_holds_weights_gradients_and_moments():
     """By hand, in bytes for each parameter: fp32 4 + 4 + 8; bf16 2 with an fp32 copy of 4, + 4 +
     8."""
-    size = size_of({**SMALL, "intermediate_size": 96, "tie_word_embeddings": True})
+    size = estimate_size({**SMALL, "intermediate_size": 96, "tie_word_embeddings": True})
     n = size.parameters
     few = size.adapters(4)
     assert trainer_memory(size, "float32") == (held := type(trainer_memory(size, "float32")))(
         4 * n, 4 * n, 8 * n
     )
     assert trainer_memory(size, "bfloat16", offload=True) == held(6 * n, 4 * n, 0)
-    assert trainer_memory(size, "bfloat16", parts=2).later == 6 * n
+    assert trainer_memory(size, "bfloat16", parts=2).first_update == 6 * n
     assert trainer_memory(size, "bfloat16", lora_rank=4) == held(
         2 * (n + few) + 4 * few, 4 * few, 8 * few
     )

@@ -12,7 +12,7 @@ from realhf.base.tensor_digest import (
     ROW_BYTES,
     SUMS,
     TensorDigester,
-    digests,
+    digest_tensors,
     joint_digest,
 )
 
@@ -121,7 +121,7 @@ def test_a_bit_counts_in_every_row_and_rows_do_not_change_places():
 @pytest.mark.parametrize("block", [1, 7, 4096])
 def test_ways_and_blocks_give_the_same_digest(monkeypatch, product, block):
     """Extreme bytes are among them: products that saturate or round would show."""
-    keys = tensor_digest._Place(torch.device("cpu"))._keys_of(0)[0]
+    keys = tensor_digest._DeviceDigester(torch.device("cpu"))._level_keys(0)[0]
     extreme = torch.where(keys.T < 0, -128, 127).to(torch.int8)
     tensor = torch.cat([extreme, ~extreme, keys.T])
     monkeypatch.setattr(tensor_digest, "_BLOCK_ROWS", {"cpu": block})
@@ -133,12 +133,12 @@ def test_ways_and_blocks_give_the_same_digest(monkeypatch, product, block):
 def test_the_joint_digest_knows_which_name_has_which_tensor():
     ones = torch.ones(3)
     twos = torch.full((3,), 2.0)
-    joint = joint_digest(digests({"a": ones, "b": twos}))
-    assert joint == joint_digest(digests({"b": twos, "a": ones}))
+    joint = joint_digest(digest_tensors({"a": ones, "b": twos}))
+    assert joint == joint_digest(digest_tensors({"b": twos, "a": ones}))
     others = [
         {"a": twos, "b": ones},
         {"a": ones},
         {"a": ones, "b": twos, "c": ones},
         {"ab": ones, "": twos},
     ]
-    assert joint not in {joint_digest(digests(other)) for other in others}
+    assert joint not in {joint_digest(digest_tensors(other)) for other in others}

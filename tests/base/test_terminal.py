@@ -11,9 +11,9 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from rich.console import Console
-from realhf.base.terminal import guarded_output
+from realhf.base.terminal import guard_output
 
-with guarded_output() as terminal:
+with guard_output() as terminal:
     terminal.on_loss(lambda reason: Path(sys.argv[1]).write_text(reason))
     for number in range(20_000):
         print(number)

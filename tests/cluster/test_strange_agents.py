@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import zmq
 
-from realhf.base.files import digest_of
+from realhf.base.files import digest_folders
 from realhf.cluster import control_endpoint, file_transfer, own_host
 from realhf.cluster import operator as operator_desk
 from realhf.cluster import scheduler as scheduler_module
@@ -293,12 +293,12 @@ def test_the_digest_is_of_every_file_of_the_package_and_of_none_that_is_compiled
     (tmp_path / "p" / "__pycache__").mkdir(parents=True)
     (tmp_path / "p" / "a.py").write_text("x = 1\n")
     (tmp_path / "p" / "b.yaml").write_text("x: 1\n")
-    before = digest_of(tmp_path, ["p"])
+    before = digest_folders(tmp_path, ["p"])
     (tmp_path / "p" / "__pycache__" / "a.pyc").write_text("compiled")
     (tmp_path / "p" / ".a.py.swp").write_text("an editor's")
-    assert digest_of(tmp_path, ["p"]) == before
+    assert digest_folders(tmp_path, ["p"]) == before
     (tmp_path / "p" / "b.yaml").write_text("x: 2\n")
-    assert digest_of(tmp_path, ["p"]) != before
+    assert digest_folders(tmp_path, ["p"]) != before
 
 
 @pytest.mark.nightly

@@ -19,7 +19,7 @@ from realhf.api.experiment import InterfaceType, MFCDef, is_made
 from realhf.api.model import CallContext, Model, TrainResult
 from realhf.api.parallel import HeldInParts
 from realhf.api.sample import SequenceSample
-from realhf.base.tensor_digest import digests, joint_digest
+from realhf.base.tensor_digest import digest_tensors, joint_digest
 from realhf.dataflow.checkpoint import CheckpointError, CheckpointStore
 from realhf.dataflow.model_function_call import WrongReply
 from realhf.dataflow.model_host import ModelHost
@@ -308,7 +308,7 @@ def test_checkpoints_and_exports_carry_digests_and_another_weight_than_was_saved
     host.host.export(ExportRequest("actor", str(tmp_path / "policy")))
     said = json.loads((tmp_path / "policy" / "weight_digests.json").read_text())
     assert said == json.loads((tmp_path / "ckpt" / "actor" / "weight_digests.json").read_text())
-    assert said["tensors"] == digests(host.model.engine.weights()) and said[
+    assert said["tensors"] == digest_tensors(host.model.engine.weights()) and said[
         "digest"
     ] == joint_digest(said["tensors"])
     (tmp_path / "ckpt" / "actor" / "weight.txt").write_text("1.0000001 0")

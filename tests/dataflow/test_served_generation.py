@@ -14,7 +14,7 @@ from realhf.api.model import GenRequest
 from realhf.backends.builtin_policy import build_model
 from realhf.backends.embedded.continuous_batching import ContinuousGenerator
 from realhf.backends.training.torch_engine import TorchEngine
-from realhf.base.tensor_digest import digests
+from realhf.base.tensor_digest import digest_tensors
 from realhf.dataflow.served_generation import ServedEngine, ServedGeneration
 from realhf.dataflow.weight_proof import WrongWeights
 from tests.workers.test_weights_proven import Boaster
@@ -61,7 +61,7 @@ def own_logprobs(engine: Any, output: Any) -> torch.Tensor:
 @pytest.mark.slow
 def test_tokens_are_those_of_the_trainers_weights_at_every_version(serve: Serve) -> None:
     engine = serve()
-    before = digests(engine.weights())
+    before = digest_tensors(engine.weights())
     requests = [GenRequest(slot, PREFIX, seed=slot) for slot in range(3)]
     for version in (4, 5):
         engine.version = version
@@ -70,7 +70,7 @@ def test_tokens_are_those_of_the_trainers_weights_at_every_version(serve: Serve)
             assert set(output.versions) == {version}
             assert (torch.tensor(output.logprobs) - own_logprobs(engine, output)).abs().max() < 1e-4
         if version == 4:
-            assert digests(engine.weights()) == before, (
+            assert digest_tensors(engine.weights()) == before, (
                 "the self-test has left the trainer as it was"
             )
             with torch.no_grad():
@@ -93,10 +93,10 @@ def test_requests_without_a_seed_follow_that_of_the_batch(serve: Serve) -> None:
 @pytest.mark.slow
 def test_an_engine_that_ignores_the_trainer_is_found_before_the_first_token(serve: Serve) -> None:
     engine = serve(Boaster, takes=lambda name: False)
-    before = digests(engine.weights())
+    before = digest_tensors(engine.weights())
     with pytest.raises(WrongWeights, match="the server failed the self-test of weight updates"):
         engine.generator().generate([GenRequest(0, PREFIX)], GEN, stop_ids=(), seed=1)
-    assert digests(engine.weights()) == before
+    assert digest_tensors(engine.weights()) == before
 
 
 @pytest.mark.slow

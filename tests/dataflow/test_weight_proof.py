@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from realhf.api.calls import ChangedTensor, Probe, UpdateWeightsAnswer
 from realhf.api.generation import HeldTensor, TensorSlot, WeightsManifest
 from realhf.api.model import Engine
-from realhf.base.tensor_digest import digests, joint_digest
+from realhf.base.tensor_digest import digest_tensors, joint_digest
 from realhf.dataflow.model_host import DIGESTS_FILE, check_digests, write_digests
 from realhf.dataflow.weight_proof import (
     LONG_PREFIX,
@@ -219,13 +219,13 @@ def test_the_trainer_changes_weights_of_each_shape_and_changes_them_back_to_the_
     engine = TableEngine()
     trial = WeightTrial()
     typed: Engine = engine  # pyright: ignore[reportAssignmentType]
-    before = digests(engine.weights())
+    before = digest_tensors(engine.weights())
     assert trial.step(0, typed, engine.weights(), []) == ([], [])
     assert trial.step(1, typed, engine.weights(), []) == ([], [])
-    changed = digests(engine.weights())
+    changed = digest_tensors(engine.weights())
     assert changed["table"] != before["table"] and changed["step"] == before["step"]
     assert trial.step(2, typed, engine.weights(), [NEW]) == ([[18.0, 18.0]], [[0.0, 0.0]])
-    assert digests(engine.weights()) == before
+    assert digest_tensors(engine.weights()) == before
 
 
 def test_weights_that_are_copies_are_changed_for_others_and_not_scored() -> None:
@@ -233,11 +233,11 @@ def test_weights_that_are_copies_are_changed_for_others_and_not_scored() -> None
     trial = WeightTrial()
     typed: Engine = engine  # pyright: ignore[reportAssignmentType]
     given = engine.weights()
-    before = digests(engine.weights())
+    before = digest_tensors(engine.weights())
     trial.step(1, typed, given, [])
-    assert digests(given) != before
+    assert digest_tensors(given) != before
     given = engine.weights()
-    assert trial.step(2, typed, given, [NEW]) == ([], []) and digests(given) == before
+    assert trial.step(2, typed, given, [NEW]) == ([], []) and digest_tensors(given) == before
 
 
 def test_a_step_of_the_self_test_out_of_turn_is_refused() -> None:

@@ -36,7 +36,7 @@ from realhf.aws.episode.validation import template_problems, validate
 from realhf.aws.tasks import loader
 from realhf.backends import streaming_engines
 from realhf.base.plugin import load_plugin
-from realhf.base.tensor_digest import digests
+from realhf.base.tensor_digest import digest_tensors
 from realhf.env.__main__ import main as environment_command
 from realhf.env.loader.author import ATTRIBUTES
 from realhf.env.loader.load import build_environment
@@ -225,7 +225,7 @@ def test_the_generation_engine_keeps_its_contract() -> None:
     engine.load_weights(0, {"logits": counting})
     assert (
         engine.weight_digests(["logits", "other"])["logits"].digest
-        == digests({"logits": counting})["logits"]
+        == digest_tensors({"logits": counting})["logits"]
     )
     first = answers.next()
     assert isinstance(first, GenOutput)

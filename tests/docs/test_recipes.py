@@ -11,7 +11,7 @@ import yaml
 
 from realhf.aws.scripts import write_scripts
 from realhf.aws.tasks.loader import TEN, load_templates, phrasings
-from realhf.base.hf_config import size_of, trainer_memory
+from realhf.base.hf_config import estimate_size, trainer_memory
 from realhf.launch import allocation
 from realhf.launch.allocation import GIB, estimate_needs
 from realhf.launch.build import build_experiment
@@ -47,7 +47,7 @@ def test_the_memory_plan_on_the_page_is_that_of_its_commands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def here(path: str) -> Any:
-        return size_of(SHAPES[path])
+        return estimate_size(SHAPES[path])
 
     monkeypatch.setattr(allocation, "model_size", here)
     rows = []
@@ -64,7 +64,7 @@ def test_the_memory_plan_on_the_page_is_that_of_its_commands(
             )
     assert len(rows) == 4 and [row for row in rows if row not in PAGE.read_text()] == []
     whole = trainer_memory(here("Qwen/Qwen3-4B"), "bfloat16")
-    assert f"would take {(whole.weights + whole.later) / GIB:.0f} GiB" in " ".join(
+    assert f"would take {(whole.weights + whole.first_update) / GIB:.0f} GiB" in " ".join(
         PAGE.read_text().split()
     )
 

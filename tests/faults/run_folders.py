@@ -24,7 +24,7 @@ import psutil
 from realhf.api.calls import Arrival
 from realhf.api.config import ConfigError, ExperimentConfig, MonitorConfig
 from realhf.api.experiment import Launch
-from realhf.base.files import RunFolderError, run_folder_needed
+from realhf.base.files import RunFolderError, convert_run_folder_errors
 from realhf.data.payload_log import PayloadDamaged, PayloadLog
 from realhf.dataflow.checkpoint import CheckpointError, CheckpointStore
 from realhf.dataflow.journal.journal import JournalError
@@ -280,7 +280,7 @@ class Trainer(FakeWorkers):
     def _restored(self, id: str, attempt: int, ref: list[int]) -> Arrival:
         log = PayloadLog(self._folder)
         try:
-            with run_folder_needed(self._folder):
+            with convert_run_folder_errors(self._folder):
                 log.read(ref)
         except PayloadDamaged as error:
             return Arrival(id, attempt, "", error=str(error))
@@ -316,7 +316,7 @@ def resume(folder: Path, config: ExperimentConfig, *, asynchronous: bool) -> Out
         resumption = check_resume(config)
         outcome.told += resumption.warnings() if resumption else ()
         check_kinds(folder)
-        with run_folder_needed(folder):
+        with convert_run_folder_errors(folder):
             _master(folder, config, asynchronous, outcome)
     except (ConfigError, CheckpointError, JournalError, RunFolderError) as error:
         outcome.error = str(error)

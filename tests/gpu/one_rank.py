@@ -20,7 +20,7 @@ from realhf.backends.parallel.ddp import DdpEngine
 from realhf.backends.parallel.fsdp import FsdpEngine
 from realhf.backends.parallel.process_groups import GroupRanks, RendezvousStore, TorchWorld
 from realhf.backends.training.torch_engine import TorchEngine
-from realhf.base.tensor_digest import digests
+from realhf.base.tensor_digest import digest_tensors
 from tests.gpu.conftest import CONFIGS, VOCABULARY
 
 JOIN_S = 60.0
@@ -71,7 +71,7 @@ def _digests(engine: Any) -> dict[str, str]:
     if isinstance(engine, FsdpEngine):
         with engine.ranks.together("the whole weights"):
             engine.gather()
-    return digests(engine.weights())
+    return digest_tensors(engine.weights())
 
 
 def _train(engine: Any, steps: range) -> list[float]:

@@ -17,7 +17,7 @@ from realhf.api.model import GenOutput, GenRequest
 from realhf.api.sample import SequenceSample
 from realhf.backends.embedded.continuous_batching import ContinuousGenerator
 from realhf.backends.training.torch_engine import TorchEngine
-from realhf.base.tensor_digest import digests
+from realhf.base.tensor_digest import digest_tensors
 from tests.gpu.conftest import SPEC, engine_of, train
 
 CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ def test_what_an_engine_samples_the_trainer_scores_alike(
         held = stream.weight_digests([*engine.weights()])
     assert {version for output in after for version in output.versions} == {1}
     within(mismatch(engine, after), dtype)
-    expected = digests({name: tensor.cpu() for name, tensor in engine.weights().items()})
+    expected = digest_tensors({name: tensor.cpu() for name, tensor in engine.weights().items()})
     assert {name: tensor.digest for name, tensor in held.items()} == expected, (
         "digests do not depend on the device"
     )
@@ -124,7 +124,11 @@ def test_a_checkpoint_of_a_gpu_goes_on_elsewhere(
     for engine in (here, again):
         engine.load_checkpoint(tmp_path / "state")
         assert engine.version == 2
-    assert digests(again.weights()) == digests(there.weights()) == digests(here.weights())
+    assert (
+        digest_tensors(again.weights())
+        == digest_tensors(there.weights())
+        == digest_tensors(here.weights())
+    )
     expected = train(there, batch)
     assert train(again, batch) == pytest.approx(expected, rel=1e-3)
     assert train(here, batch) == pytest.approx(expected, rel=1e-3)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from realhf.backends.vllm.device_transfer import ServerGpu, from_json, transfer_calls
-from realhf.base.tensor_digest import digests
+from realhf.base.tensor_digest import digest_tensors
 
 pytestmark = pytest.mark.cuda_only
 DEADLINE_S = 120.0
@@ -39,7 +39,7 @@ def receive(pipe: Connection) -> None:
                 held[name] = piece.view(getattr(torch, dtype)).view(shape).clone()
             torch.cuda.synchronize()
             pipe.send("taken")
-        pipe.send(digests(held))
+        pipe.send(digest_tensors(held))
     except BaseException:
         pipe.send(traceback.format_exc())
 
@@ -78,7 +78,7 @@ def test_another_process_reads_what_this_one_holds(device: torch.device, origin:
                     here.send(json.dumps(arguments))
                     assert answer() == "taken"
             here.send(None)
-            assert answer() == digests(tensors)
+            assert answer() == digest_tensors(tensors)
         assert calls == ["begin_transfer", *["take_chunk"] * 2, "end_transfer"]
     finally:
         process.join(5)
@@ -125,7 +125,7 @@ def test_a_vllm_of_this_machine_takes_weights_so(device: torch.device, tmp_path:
                 weights = {name: p.detach() for name, p in model.named_parameters()}
                 engine.load_weights(version, weights)
                 held = engine.weight_digests([*weights])
-                expected = digests(weights)
+                expected = digest_tensors(weights)
                 proven = {name: tensor.digest for name, tensor in held.items() if tensor.proven}
                 assert len(proven) > len(weights) // 2 and all(
                     expected[name] == proven[name] for name in proven

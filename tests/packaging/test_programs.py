@@ -88,7 +88,7 @@ def test_a_python_without_the_packages_ends_in_one_line() -> None:
         [line] = done.stderr.splitlines()
         assert done.returncode == 1 and line.startswith("error: "), done.stderr
         assert re.search(
-            r"has no package '\w+' \(asked for in \S+:\d+\)|not installed here: \w+", line
+            r"has no package '\w+' \(imported in \S+:\d+\)|not installed here: \w+", line
         )
         assert "activate" in line or Path(sys.prefix).resolve() == (ROOT / ".venv").resolve()
 

@@ -13,7 +13,7 @@ import torch
 from realhf.backends.vllm.api import VllmApi
 from realhf.backends.vllm.generation import VllmGenerator
 from realhf.backends.vllm.server import VllmServer
-from realhf.base.tensor_digest import digests
+from realhf.base.tensor_digest import digest_tensors
 from realhf.dataflow.weight_proof import LONG_PREFIX, WrongWeights
 from tests.workers.weight_fleet import Fleet
 
@@ -36,7 +36,7 @@ async def test_the_server_holds_and_computes_with_what_the_trainer_publishes(fle
     engine = fleet.engines["generation/0"]
     weights = fleet.trainer._host._engine.weights()  # pyright: ignore
     held = engine.weight_digests(list(weights))
-    assert {name: tensor.digest for name, tensor in held.items()} == digests(weights)
+    assert {name: tensor.digest for name, tensor in held.items()} == digest_tensors(weights)
     assert await fleet.prove() == ["generation/0"]
     for version in (1, 2):
         await fleet.publish(version)

@@ -18,7 +18,7 @@ import pytest
 import uvicorn
 
 import realhf
-from realhf.base.tls import believing, in_memory, with_certificate, without_certificate
+from realhf.base.tls import context_trusting, embed_certificate, in_memory_file, split_certificate
 from realhf.web import connections
 from realhf.web.certificates import certificate_problem, plaintext_warning
 from realhf.web.connections import guarded_http
@@ -51,9 +51,9 @@ def test_what_is_wrong_with_a_certificate_is_one_line(pair, tmp_path):
 def test_a_file_of_authorities_that_holds_none_is_named(tmp_path):
     (tmp_path / "text").write_text("nothing")
     with pytest.raises(ValueError, match="no certificates in it"):
-        believing(str(tmp_path / "text"))
+        context_trusting(str(tmp_path / "text"))
     with pytest.raises(ValueError, match="/nowhere: No such file"):
-        believing("/nowhere")
+        context_trusting("/nowhere")
 
 
 def test_only_a_server_that_others_reach_is_warned_of():
@@ -70,14 +70,14 @@ def test_an_address_may_name_the_one_certificate_of_its_server(pair, tmp_path):
     """Whatever name the server is reached by, as in a run whose certificate holds none; another one
     is refused."""
     certificate = Path(pair[0]).read_text()
-    assert with_certificate("http://h:1", certificate) == "http://h:1"
-    assert without_certificate("http://h:1") == ("http://h:1", None)
-    address, context = without_certificate(with_certificate("https://:secret@h:1", certificate))
+    assert embed_certificate("http://h:1", certificate) == "http://h:1"
+    assert split_certificate("http://h:1") == ("http://h:1", None)
+    address, context = split_certificate(embed_certificate("https://:secret@h:1", certificate))
     assert address == "https://:secret@h:1" and context is not None
     with pytest.raises(ValueError, match=r"https://h:1: what follows # is no certificate"):
-        without_certificate("https://h:1#bm90aGluZw==")
+        split_certificate("https://h:1#bm90aGluZw==")
     for shown, believed in ((pair, True), (self_signed(tmp_path), False)):
-        with in_memory(Path(shown[0]).read_text() + Path(shown[1]).read_text()) as path:
+        with in_memory_file(Path(shown[0]).read_text() + Path(shown[1]).read_text()) as path:
             server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             server.load_cert_chain(path)
         assert _shaken(server, context) is believed
@@ -99,11 +99,11 @@ def test_the_certificate_of_a_run_is_believed_whatever_the_clock_says():
     certificate = made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM).decode()
     private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    with in_memory(
+    with in_memory_file(
         certificate + key.private_bytes(serialization.Encoding.PEM, *private).decode()
     ) as path:
         server.load_cert_chain(path)
-    _, context = without_certificate(with_certificate("https://h:1", certificate))
+    _, context = split_certificate(embed_certificate("https://h:1", certificate))
     assert context is not None and _shaken(server, context)
 
 

@@ -15,7 +15,7 @@ from realhf.api.generation import HeldTensor
 from realhf.api.keys import dtype_tag
 from realhf.backends.builtin_policy import build_model
 from realhf.backends.embedded.continuous_batching import ContinuousGenerator
-from realhf.base.tensor_digest import digests
+from realhf.base.tensor_digest import digest_tensors
 from realhf.dataflow.weight_proof import WrongWeights
 from tests.workers.weight_fleet import Fleet
 
@@ -44,7 +44,7 @@ class Boaster(ContinuousGenerator):
         super().load_weights(version, mixed, again=again)
 
     def weight_digests(self, names):
-        found = digests(self.given)
+        found = digest_tensors(self.given)
         return {
             name: HeldTensor(dtype_tag(self.given[name].dtype), found[name])
             for name in names
@@ -94,9 +94,9 @@ async def make(tmp_path):
 async def test_right_engines_pass_and_hold_every_version(make):
     fleet = make()
     await fleet.start()
-    before = digests(fleet.trainer._host._engine.weights())  # pyright: ignore
+    before = digest_tensors(fleet.trainer._host._engine.weights())  # pyright: ignore
     assert await fleet.prove() == ["generation/0", "generation/1"]
-    assert digests(fleet.trainer._host._engine.weights()) == before  # pyright: ignore
+    assert digest_tensors(fleet.trainer._host._engine.weights()) == before  # pyright: ignore
     for version in (1, 2):
         await fleet.publish(version)
     assert (fleet.wrong, fleet.warned) == ([], []) and fleet.updates.versions == {

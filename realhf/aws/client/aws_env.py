@@ -20,8 +20,8 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from realhf.aws.models import AwsAction, AwsObservation, AwsState, AwsStepResult
-from realhf.base.loop_thread import BlockingFace, blocking
-from realhf.base.tls import believing
+from realhf.base.loop_thread import BlockingFacade, blocking
+from realhf.base.tls import context_trusting
 from realhf.env.openenv_client import OpenEnvClient, StepResult, fetch_metadata
 
 Action = AwsAction | str | Mapping[str, Any]
@@ -58,7 +58,7 @@ class AwsEnv:
     ) -> None:
         self.metadata: dict[str, Any] = {}
         self._session = session
-        tls = believing(ca_file) if ca_file else None
+        tls = context_trusting(ca_file) if ca_file else None
         self._describe = partial(fetch_metadata, base_url, token, min(20.0, connect_timeout_s), tls)
         self._client = partial(
             OpenEnvClient,
@@ -128,7 +128,7 @@ class AwsEnv:
         return self._session
 
 
-class SyncAwsEnv(BlockingFace[AwsEnv]):
+class SyncAwsEnv(BlockingFacade[AwsEnv]):
     """``AwsEnv`` with blocking methods. Its thread answers the server's pings while the caller does
     other work. After ``close``, ``connect`` opens a new session."""
 

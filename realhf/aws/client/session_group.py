@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from realhf.api.environment import is_finite
 from realhf.api.rollout import POLICY_FAILED
 from realhf.base import process_clock
-from realhf.base.tls import believing
+from realhf.base.tls import context_trusting
 from realhf.env.openenv_client import (
     CapacityError,
     ConnectError,
@@ -218,7 +218,7 @@ class SessionGroup:
         self.message_timeout_s = message_timeout_s
         self._curriculum = curriculum
         self._retry_capacity_s = retry_capacity_s
-        tls = believing(ca_file) if ca_file else None
+        tls = context_trusting(ca_file) if ca_file else None
         self._describe = partial(fetch_metadata, base_url, token, min(20.0, connect_timeout_s), tls)
         self._client = partial(
             OpenEnvClient,

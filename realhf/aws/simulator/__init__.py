@@ -1,3 +1,3 @@
-from realhf.base.installation import needs
+from realhf.base.installation import require_modules
 
-needs("env", "ministack", "awscli")
+require_modules("env", "ministack", "awscli")

@@ -293,7 +293,7 @@ class ReferenceSlots:
         while True:
             ended = self._ended
             try:
-                return event_loops.result(future, patience_s)
+                return event_loops.wait_for_future(future, patience_s)
             except TimeoutError:
                 if future.done() or ended == self._ended:
                     raise

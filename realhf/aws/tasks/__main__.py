@@ -27,7 +27,7 @@ from realhf.aws.grading.sent_settings import TABLE, table_text
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.loader import Template, get_template, load_file, load_templates
 from realhf.aws.tasks.task import TaskError
-from realhf.base.files import write_whole
+from realhf.base.files import write_atomic
 
 _FILE_COLUMNS = 160
 """Width of the tables when the output is not a terminal, in columns."""
@@ -162,7 +162,7 @@ def _write_member_table(
     finally:
         pool.stop()
     try:
-        write_whole(output or TABLE, table_text(table))
+        write_atomic(output or TABLE, table_text(table))
     except OSError as error:
         console.print(
             f"the table cannot be written: {error}; name another file by --output", highlight=False

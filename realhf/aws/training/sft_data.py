@@ -36,7 +36,7 @@ from realhf.aws.tasks.captures import fill_setup, resolve
 from realhf.aws.tasks.loader import TEMPLATE_SPLITS
 from realhf.aws.tasks.task import TaskError
 from realhf.base import event_loops
-from realhf.base.files import whole_file
+from realhf.base.files import atomic_file
 from realhf.rollout.episode import EpisodeRequest, RecordingEnvironment, play_episode
 from realhf.rollout.player import NO_TOKENS, EpisodePlayer
 
@@ -325,7 +325,7 @@ def write_rows(
     pool.start()
     try:
         with (
-            whole_file(out) as partial,
+            atomic_file(out) as partial,
             partial.open("w") as file,
             Progress(*Progress.get_default_columns(), console=console) as progress,
         ):

@@ -14,7 +14,7 @@ from realhf.backends.training.checkpoint import save_state
 from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.torch_backend import TorchBackend
 from realhf.backends.training.torch_engine import TorchEngine
-from realhf.base.tensor_digest import digests
+from realhf.base.tensor_digest import digest_tensors
 
 
 class GroupEngine(TorchEngine):
@@ -108,7 +108,7 @@ class CopiesDiffer(RuntimeError):
 def check_copies(model: nn.Module, ranks: GroupRanks, role: str) -> None:
     """Raise CopiesDiffer, naming a tensor and a rank, unless all ranks have bitwise equal weights.
     Call this inside ``together``."""
-    own_digests = digests(model.state_dict())
+    own_digests = digest_tensors(model.state_dict())
     for rank, other in enumerate(ranks.gather(own_digests)):
         if other != own_digests:
             name = next(

@@ -610,7 +610,7 @@ class VllmGenerator:
         TimeoutError."""
         future: Future[_T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return event_loops.result(future, timeout_s + 1.0)
+            return event_loops.wait_for_future(future, timeout_s + 1.0)
         except TimeoutError as error:
             future.cancel()
             raise TimeoutError(

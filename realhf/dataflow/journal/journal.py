@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
-from realhf.base.files import DAMAGED, dangling, sync, unused_name, whole_file
+from realhf.base.files import DAMAGED, atomic_file, dangling_link_error, sync, unused_name
 
 DIED = "worker_died"
 """``Reject.outcome`` of an attempt during which the process playing it died."""
@@ -278,7 +278,7 @@ class Journal:
         """
         try:
             if folder.is_symlink() and not folder.exists():
-                raise dangling(folder)
+                raise dangling_link_error(folder)
             folder.mkdir(parents=True, exist_ok=True)
             lock = _take_lock(folder)
         except OSError as error:
@@ -542,7 +542,7 @@ def _find_frame(path: Path, offset: int) -> int | None:
 
 def write_snapshot(path: Path, records: Sequence[Record]) -> None:
     """Write a snapshot as a file with one frame, atomically, and sync it. Raises OSError."""
-    with whole_file(path, synced=True) as partial:
+    with atomic_file(path, synced=True) as partial:
         partial.write_bytes(_encode_frame(records))
 
 
@@ -612,7 +612,7 @@ def _cut_torn_frame(path: Path, size: int) -> str:
     another file. Returns a warning about it."""
     data = path.read_bytes()[size:]
     kept = unused_name(path, f".cut-{size}")
-    with whole_file(kept, synced=True) as partial:
+    with atomic_file(kept, synced=True) as partial:
         partial.write_bytes(data)
     with path.open("r+b") as file:
         file.truncate(size)

@@ -25,7 +25,7 @@ from realhf.api.calls import (
 )
 from realhf.api.sample import SequenceSample
 from realhf.base.messages import Call
-from realhf.base.partition import parts_near
+from realhf.base.partition import balanced_parts_near_homes
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.journal.ledger import RolloutLedger
 from realhf.dataflow.rollouts.control import RolloutControl
@@ -144,7 +144,7 @@ def split_by_bytes(refs: Sequence[PayloadRef], ranks: int) -> list[list[int]]:
     logs of ranks that no longer exist after a restart with fewer ranks.
     """
     homes = [rank_of(ref) if rank_of(ref) < ranks else None for ref in refs]
-    return parts_near([ref[2] for ref in refs], homes, ranks)
+    return balanced_parts_near_homes([ref[2] for ref in refs], homes, ranks)
 
 
 class StreamLoader(StepLoader):

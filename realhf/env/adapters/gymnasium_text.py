@@ -26,8 +26,8 @@ from realhf.api.environment import (
     Turn,
 )
 from realhf.api.option import option
-from realhf.base.installation import needed
-from realhf.base.plugin import located
+from realhf.base.installation import import_extra
+from realhf.base.plugin import describe_user_error
 from realhf.env.loader.tasks import SeedTaskSet
 from realhf.env.loader.threads import MAX_STUCK, Threads
 from realhf.env.loader.validation import BrokenContract, replace_surrogates, shown, validate_number
@@ -154,7 +154,7 @@ def build(options: GymnasiumOptions) -> EnvironmentSpec:
         raise ValueError(
             "env.id is missing: the id of a Gymnasium environment, such as env.id=FrozenLake-v1"
         )
-    gymnasium = needed("gymnasium", EXTRA)
+    gymnasium = import_extra("gymnasium", EXTRA)
     make = partial(_make_instance, gymnasium, options)
     instance = make()
     try:
@@ -527,7 +527,7 @@ def _describe_error(error: BaseException) -> str:
     file = ""
     while trace is not None:
         trace, file = trace.tb_next, trace.tb_frame.f_code.co_filename
-    return located(error, file)
+    return describe_user_error(error, file)
 
 
 DEFINITION = EnvironmentDefinition(GymnasiumOptions, build)

@@ -21,7 +21,7 @@ from realhf.api.environment import Environment, EnvironmentDefinition, Environme
 from realhf.api.option import option
 from realhf.base import process_clock
 from realhf.base.loop_thread import LoopThread
-from realhf.base.tls import believing
+from realhf.base.tls import context_trusting
 from realhf.env.adapters.openenv_action import build_form
 from realhf.env.adapters.openenv_episode import (
     MessagesEnvironment,
@@ -297,7 +297,7 @@ def _tls(file: str) -> SSLContext | None:
     """Return a TLS context that trusts the certificates in a file; None without a file. Raises
     ValueError that names the option."""
     try:
-        return believing(file) if file else None
+        return context_trusting(file) if file else None
     except ValueError as error:
         raise ValueError(f"env.ca_file: {error}") from None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from realhf.api.environment import AssistantMessage, ToolCall
-from realhf.base.text import close_to
+from realhf.base.text import suggest_names
 from realhf.env.loader.validation import json_problem, replace_surrogates, shown
 from realhf.env.openenv_client import EnvError
 
@@ -64,7 +64,7 @@ class ActionForm:
             raise InvalidAction(call.problem)
         if call.name not in self.fields:
             raise InvalidAction(
-                f"Tool {call.name[:60]} not found.{close_to(call.name, [*self.fields])}"
+                f"Tool {call.name[:60]} not found.{suggest_names(call.name, [*self.fields])}"
             )
         if problem := json_problem(call.arguments):
             raise InvalidAction(f"the arguments are no JSON: {problem}")
@@ -72,7 +72,7 @@ class ActionForm:
         for name in call.arguments:
             if allowed is not None and name not in allowed:
                 raise InvalidAction(
-                    f"{call.name} has no argument {name[:60]!r}{close_to(name, sorted(allowed))}"
+                    f"{call.name} has no argument {name[:60]!r}{suggest_names(name, sorted(allowed))}"
                 )
         for name in sorted(self.required[call.name]):
             if name not in call.arguments:
@@ -105,7 +105,7 @@ def build_form(schema: Any, requested: str, field_name: str) -> ActionForm | Non
     if field_name and field_name not in fields:
         raise ValueError(
             f"env.action_field={field_name}: the action has no such "
-            f"field{close_to(field_name, [*fields])}"
+            f"field{suggest_names(field_name, [*fields])}"
         )
     if field_name and requested == "tool":
         raise ValueError("env.action_field has no effect with env.action=tool")

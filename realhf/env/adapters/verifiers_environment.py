@@ -39,7 +39,7 @@ from realhf.api.environment import (
     is_finite,
 )
 from realhf.api.option import option
-from realhf.base.installation import install_command, needed
+from realhf.base.installation import import_extra, install_command
 from realhf.env.adapters.policy_endpoint import (
     SECRET_HEADER,
     ModelCall,
@@ -520,8 +520,8 @@ class _Package:
 
     def __init__(self, options: VerifiersOptions) -> None:
         self._options = options
-        self._verifiers = needed("verifiers.v1", EXTRA)
-        self._loaders = needed("verifiers.v1.utils.loaders", EXTRA)
+        self._verifiers = import_extra("verifiers.v1", EXTRA)
+        self._loaders = import_extra("verifiers.v1.utils.loaders", EXTRA)
         if not hasattr(self._verifiers.Env, "run_episode"):
             raise ValueError(
                 f"env.path={EXTRA} needs verifiers {_OLDEST_VERSION} or later: "

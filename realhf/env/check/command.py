@@ -20,7 +20,7 @@ from rich.text import Text
 from realhf.api.passport import MODIFIED, Counts, Passport
 from realhf.base.installation import git_state
 from realhf.base.plugin import split_reference
-from realhf.base.text import close_to
+from realhf.base.text import suggest_names
 from realhf.env.check.calls import UserCode, environment_folders
 from realhf.env.check.mutation import MUTANTS
 from realhf.env.check.report import (
@@ -372,7 +372,7 @@ def check_reference(reference: str) -> None:
         if not parts.file.is_file():
             raise ValueError(f"there is no file {parts.place}")
     elif not parts.place and reference not in environments:
-        suggestion = close_to(reference, [*environments])
+        suggestion = suggest_names(reference, [*environments])
         raise ValueError(
             f"unknown environment {reference!r}{suggestion}; one of your own is file.py:Name or "
             f"module:Name"

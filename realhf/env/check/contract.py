@@ -11,7 +11,7 @@ from typing import Any
 from realhf.api.environment import Opening, Turn, finite_number
 from realhf.api.messages import message_problems, silence
 from realhf.api.messages import tool_problems as schema_problems
-from realhf.base.json_values import json_problem, shown
+from realhf.base.json_values import format_value, json_problem
 from realhf.env.loader import validation
 
 MAX_REWARD = 1000.0
@@ -113,11 +113,11 @@ def turn_problems(turn: Any) -> Iterator[str]:
 
 def _number_problems(label: str, name: Any, value: Any) -> Iterator[str]:
     if not isinstance(name, str):
-        yield f"a name of a reward or metric must be text, not {shown(name)}"
+        yield f"a name of a reward or metric must be text, not {format_value(name)}"
     elif isinstance(value, bool):
         yield f"the reward or metric {name!r} is of the type bool and no number"
     elif finite_number(value) is None:
-        yield f"{label} must be a finite number, not {shown(value)}"
+        yield f"{label} must be a finite number, not {format_value(value)}"
     elif problem := json_problem(value):
         yield f"a reward or metric is no plain number: {problem}"
     elif label == "reward" and abs(value) > MAX_REWARD:

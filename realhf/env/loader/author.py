@@ -21,7 +21,7 @@ from realhf.api.environment import (
     EnvironmentSpec,
     TaskSet,
 )
-from realhf.base.plugin import located
+from realhf.base.plugin import describe_user_error
 from realhf.env.loader.tasks import (
     Row,
     RowOptions,
@@ -73,7 +73,7 @@ def format_error(error: BaseException, thing: Any) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename in files
     ]
-    return located(error, frames[-1] if frames else source_file(thing))
+    return describe_user_error(error, frames[-1] if frames else source_file(thing))
 
 
 def accepts_keyword(function: Callable[..., Any], name: str) -> bool:

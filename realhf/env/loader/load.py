@@ -17,8 +17,8 @@ from realhf.api.environment import EnvironmentDefinition, EnvironmentSpec
 from realhf.api.option import problems, with_path, with_section
 from realhf.api.passport import ENDING
 from realhf.base.dataclass_json import to_json_value
-from realhf.base.plugin import absolute, imported, load_reference, split_reference
-from realhf.base.text import close_to
+from realhf.base.plugin import absolute_reference, import_user_code, load_reference, split_reference
+from realhf.base.text import suggest_names
 from realhf.env.loader.author import NoOptions, format_error, source_location
 from realhf.env.loader.multi_turn import build_message_class
 from realhf.env.loader.single_turn import build_verifier, is_verifier
@@ -75,10 +75,10 @@ def load_definition(reference: str) -> EnvironmentDefinition:
     """
     if reference in environments:
         return _build_definition(
-            imported(reference, lambda: environments.get(reference)), reference
+            import_user_code(reference, lambda: environments.get(reference)), reference
         )
     if not split_reference(reference).place:
-        suggestion = close_to(reference, [*environments])
+        suggestion = suggest_names(reference, [*environments])
         raise ValueError(
             f"unknown environment {reference!r}{suggestion}; one of your own is file.py:Name or "
             f"module:Name"
@@ -122,7 +122,7 @@ def passport_file(reference: str) -> Path:
     Raises ValueError for an unknown environment.
     """
     if reference in environments:
-        target = imported(reference, lambda: environments.get(reference))
+        target = import_user_code(reference, lambda: environments.get(reference))
         owner = target.options if isinstance(target, EnvironmentDefinition) else target
         module = sys.modules[owner.__module__]
         name = reference
@@ -237,7 +237,7 @@ def environment_section(reference: str) -> type[Any]:
     """Return a dataclass with the options of an environment and ``path``, which names the
     environment. Raises ValueError for an unknown environment."""
     about = "The environment: a registered name, or FILE.py:Name for one of your own."
-    return with_path(load_definition(reference).options, absolute(reference), about)
+    return with_path(load_definition(reference).options, absolute_reference(reference), about)
 
 
 def with_environment(config: type[C], reference: str) -> type[C]:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from realhf.api.environment import AssistantMessage, EnvironmentDefinition, Opening, Turn
 from realhf.api.messages import tool_problems
-from realhf.base.text import close_to
+from realhf.base.text import suggest_names
 from realhf.env.loader.author import (
     accepts_keyword,
     author_code,
@@ -122,7 +122,7 @@ def _parse_result(kind: type[Result], value: Any) -> Result:
     for key in value:
         if key not in field_names:
             raise BrokenContract(
-                f"{name} has no field {shown(key)}{close_to(str(key), field_names)}"
+                f"{name} has no field {shown(key)}{suggest_names(str(key), field_names)}"
             )
     if kind is Opening and "messages" not in value:
         raise BrokenContract("an Opening needs messages")

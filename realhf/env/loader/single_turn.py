@@ -20,7 +20,7 @@ from realhf.api.environment import (
     Turn,
 )
 from realhf.api.option import option
-from realhf.base.text import close_to
+from realhf.base.text import suggest_names
 from realhf.env.loader.author import (
     author_code,
     build_task_sets,
@@ -197,7 +197,7 @@ def _check_row(verifier: Verifier, prompt_column: str, row: Row) -> None:
     for column in (prompt_column, *verifier.required_columns):
         if column not in row.values:
             raise ValueError(
-                f"{row.where}: the row has no column {column!r}{close_to(column, [*row.values])}"
+                f"{row.where}: the row has no column {column!r}{suggest_names(column, [*row.values])}"
             )
     if verifier.completion_argument in row.values and (
         verifier.accepted_columns is None

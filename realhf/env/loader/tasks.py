@@ -14,8 +14,8 @@ from typing import Any
 
 from realhf.api.environment import HELD_OUT, SPLITS, TRAIN, Task, TaskSet
 from realhf.api.option import option
-from realhf.base.json_rows import Row, checked_row, read_json_lines
-from realhf.base.json_values import json_problem, shown
+from realhf.base.json_rows import JsonRow, check_row, read_json_lines
+from realhf.base.json_values import format_value, json_problem
 
 ONE_GROUP = "all"
 """Group of tasks that name no group."""
@@ -121,7 +121,7 @@ def is_held_out(text: str) -> bool:
     return zlib.crc32(text.encode()) % HELD_OUT_SHARE == 0
 
 
-def tasks_of_rows(rows: Iterable[Row], group_column: str = GROUP_COLUMN) -> list[Task]:
+def tasks_of_rows(rows: Iterable[JsonRow], group_column: str = GROUP_COLUMN) -> list[Task]:
     """Build one task per row.
 
     The id of a task is the row's ``id`` if it has one, else a hash of the row, so that it does not
@@ -134,7 +134,7 @@ def tasks_of_rows(rows: Iterable[Row], group_column: str = GROUP_COLUMN) -> list
         group = row.values.get(group_column, ONE_GROUP if group_column == GROUP_COLUMN else None)
         if not isinstance(group, (str, int)):
             raise ValueError(
-                f"{row.where}: the column {group_column!r} must name a group, not {shown(group)}"
+                f"{row.where}: the column {group_column!r} must name a group, not {format_value(group)}"
             )
         given_id = _read_id(row)
         name = given_id or _digest(row.values)[:16]
@@ -148,7 +148,7 @@ def tasks_of_rows(rows: Iterable[Row], group_column: str = GROUP_COLUMN) -> list
     return [*tasks.values()]
 
 
-def _read_id(row: Row) -> str:
+def _read_id(row: JsonRow) -> str:
     """Return the id that a row gives its task; "" if it gives none.
 
     Raises ValueError that names the position of the row for an id that is neither text nor an
@@ -158,11 +158,13 @@ def _read_id(row: Row) -> str:
     if row_id is None:
         return ""
     if not isinstance(row_id, (str, int)) or isinstance(row_id, bool):
-        raise ValueError(f"{row.where}: an id must be text or a whole number, not {shown(row_id)}")
+        raise ValueError(
+            f"{row.where}: an id must be text or a whole number, not {format_value(row_id)}"
+        )
     return str(row_id)
 
 
-def check_ids(rows: Iterable[Row], places: dict[str, str]) -> None:
+def check_ids(rows: Iterable[JsonRow], places: dict[str, str]) -> None:
     """Raise ValueError that names the positions when two rows, of the same or different splits,
     have the same id; ``1`` and ``"1"`` are equal.
 
@@ -175,8 +177,8 @@ def check_ids(rows: Iterable[Row], places: dict[str, str]) -> None:
 
 
 def split_rows(
-    rows: Sequence[Row], heldout_fraction: float, key: Callable[[Mapping[str, Any]], Any]
-) -> dict[str, list[Row]]:
+    rows: Sequence[JsonRow], heldout_fraction: float, key: Callable[[Mapping[str, Any]], Any]
+) -> dict[str, list[JsonRow]]:
     """Split rows into training and held-out rows by a hash of ``key(row)``.
 
     Rows with equal keys stay together, and a row stays in its split when others are added. An
@@ -188,14 +190,14 @@ def split_rows(
     if heldout_fraction > 0 and len(set(fractions)) > 1:
         ordered = sorted(set(fractions))
         bound = min(max(heldout_fraction, ordered[1]), ordered[-1])
-    parts: dict[str, list[Row]] = {split: [] for split in SPLITS}
+    parts: dict[str, list[JsonRow]] = {split: [] for split in SPLITS}
     for row, fraction in zip(rows, fractions, strict=True):
         parts[HELD_OUT if fraction < bound else TRAIN].append(row)
     return parts
 
 
 def describe_shared_row(
-    train: Sequence[Row], held_out: Sequence[Row], key: Callable[[Mapping[str, Any]], Any]
+    train: Sequence[JsonRow], held_out: Sequence[JsonRow], key: Callable[[Mapping[str, Any]], Any]
 ) -> str:
     """Describe a held-out row whose key is also that of a training row; "" if there is none."""
     positions = {_digest(key(row.values)): row.where for row in train}
@@ -215,7 +217,7 @@ def to_task_set(
     description: str,
     *,
     seeded: bool,
-    check: Callable[[Row], None],
+    check: Callable[[JsonRow], None],
     places: dict[str, str] | None = None,
 ) -> TaskSet:
     """Convert the result of an author's ``tasks(split)``, which is a ``TaskSet``, tasks or rows, to
@@ -227,7 +229,7 @@ def to_task_set(
     if isinstance(value, TaskSet):
         return value
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise ValueError(f"{description} must return rows, tasks or a TaskSet, not {shown(value)}")
+        raise ValueError(f"{description} must return rows, tasks or a TaskSet, not {format_value(value)}")
     items = [*value]
     if items and all(isinstance(item, Task) for item in items):
         return RowTaskSet(items, seeded=seeded)
@@ -235,11 +237,11 @@ def to_task_set(
         if not isinstance(item, Mapping):
             raise ValueError(
                 f"{description}, row {number}: a row is a map from columns to values, not "
-                f"{shown(item)}"
+                f"{format_value(item)}"
             )
         if problem := json_problem(item):
             raise ValueError(f"{description}, row {number}: {problem}")
-    rows = [Row(item, f"{description}, row {number}") for number, item in enumerate(items)]
+    rows = [JsonRow(item, f"{description}, row {number}") for number, item in enumerate(items)]
     for row in rows:
         check(row)
     check_ids(rows, {} if places is None else places)
@@ -298,7 +300,7 @@ def load_task_sets(
     base_folder: Path,
     *,
     seeded: bool,
-    check: Callable[[Row], None] = lambda row: None,
+    check: Callable[[JsonRow], None] = lambda row: None,
     key: Callable[[Mapping[str, Any]], Any] = row_content,
 ) -> Callable[[str], TaskSet]:
     """Read the files that the options name; return a function split -> task set.
@@ -339,7 +341,7 @@ def load_task_sets(
     return tasks
 
 
-def read_rows(path: str, base_folder: Path, option_name: str = "data") -> list[Row]:
+def read_rows(path: str, base_folder: Path, option_name: str = "data") -> list[JsonRow]:
     """Read all rows of a file or folder. A relative path is searched in the working directory, then
     in the folder ``base_folder``.
 
@@ -351,7 +353,7 @@ def read_rows(path: str, base_folder: Path, option_name: str = "data") -> list[R
         file = base_folder / file
     if not file.exists():
         raise ValueError(f"env.{option_name}={path}: there is no such file")
-    kinds: Mapping[str, Callable[[Path], Iterable[Row]]] = {
+    kinds: Mapping[str, Callable[[Path], Iterable[JsonRow]]] = {
         ".jsonl": read_json_lines,
         ".parquet": _parquet,
     }
@@ -367,7 +369,7 @@ def read_rows(path: str, base_folder: Path, option_name: str = "data") -> list[R
     return rows
 
 
-def _parquet(file: Path) -> Iterator[Row]:
+def _parquet(file: Path) -> Iterator[JsonRow]:
     try:
         from pyarrow import ArrowException, parquet  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -382,14 +384,14 @@ def _parquet(file: Path) -> Iterator[Row]:
                 for values in batch.to_pylist()
             )
             for number, values in enumerate(rows, 1):
-                yield checked_row(values, f"{file}, row {number}")
+                yield check_row(values, f"{file}, row {number}")
     except ArrowException as error:
         raise ValueError(
             f"{file}: not a readable Parquet file: {str(error).splitlines()[0]}"
         ) from None
 
 
-def _datasets_folder(folder: Path) -> Sequence[Row]:
+def _datasets_folder(folder: Path) -> Sequence[JsonRow]:
     try:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -406,6 +408,5 @@ def _datasets_folder(folder: Path) -> Sequence[Row]:
             f"{', '.join(map(repr, loaded))}"
         )
     return [
-        checked_row(dict(values), f"{folder}, row {number}")
-        for number, values in enumerate(loaded, 1)
+        check_row(dict(values), f"{folder}, row {number}") for number, values in enumerate(loaded, 1)
     ]

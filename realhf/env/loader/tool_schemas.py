@@ -17,7 +17,7 @@ from dataclasses import is_dataclass
 from enum import Enum
 from typing import Any, Literal, NamedTuple, Union
 
-from realhf.base.text import close_to
+from realhf.base.text import suggest_names
 from realhf.env.loader.author import source_location
 from realhf.env.loader.validation import coerce, field_hints, json_problem, required_fields
 
@@ -336,7 +336,7 @@ def convert_arguments(tool: ToolMethod, arguments: Any) -> dict[str, Any]:
     for name in arguments:
         if name not in hints:
             raise ValueError(
-                f"{tool.name} has no argument {shorten_name(name)!r}{close_to(name, [*hints])}"
+                f"{tool.name} has no argument {shorten_name(name)!r}{suggest_names(name, [*hints])}"
             )
     for name in tool.signature.required:
         if name not in arguments:
@@ -348,7 +348,7 @@ def convert_arguments(tool: ToolMethod, arguments: Any) -> dict[str, Any]:
 
 def unknown_tool_error(name: str, tools: Mapping[str, ToolMethod]) -> str:
     """Return the error text for a call of a tool that does not exist."""
-    return f"Tool {shorten_name(name)} not found.{close_to(name, [*tools])}"
+    return f"Tool {shorten_name(name)} not found.{suggest_names(name, [*tools])}"
 
 
 def shorten_name(name: str) -> str:

@@ -19,8 +19,8 @@ from typing import Any, Literal, TypeVar, Union
 
 from realhf.api.environment import ChatMessage, Turn, finite_number
 from realhf.api.messages import ANSWERING_ROLES, message_problems
-from realhf.base.json_values import json_problem, shown
-from realhf.base.text import close_to
+from realhf.base.json_values import format_value, json_problem
+from realhf.base.text import suggest_names
 
 T = TypeVar("T")
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
@@ -107,7 +107,7 @@ def copy_json(value: Any) -> Any:
 
 
 def _type_error(value: Any, hint: Any, name: str) -> ValueError:
-    return ValueError(f"{name} must be {describe_type(hint)}, not {shown(value)}")
+    return ValueError(f"{name} must be {describe_type(hint)}, not {format_value(value)}")
 
 
 def _coerce_scalar(value: Any, kind: type, name: str, strict: bool) -> Any:
@@ -184,7 +184,7 @@ def _coerce_tuple(
     if len(kinds) == 2 and kinds[1] is ...:
         kinds = (kinds[0],) * len(items)
     if len(kinds) != len(items):
-        raise ValueError(f"{name} must be a list of {len(kinds)} values, not {shown(value)}")
+        raise ValueError(f"{name} must be a list of {len(kinds)} values, not {format_value(value)}")
     pairs = zip(items, kinds, strict=True)
     return tuple(
         coerce(item, kind, f"{name}[{n}]", strict=strict) for n, (item, kind) in enumerate(pairs)
@@ -198,7 +198,7 @@ def _coerce_mapping(
         raise _type_error(value, hint, name)
     kind = args[1] if len(args) == 2 else Any
     return {
-        key: coerce(item, kind, f"{name}[{shown(key)}]", strict=strict)
+        key: coerce(item, kind, f"{name}[{format_value(key)}]", strict=strict)
         for key, item in value.items()
     }
 
@@ -211,8 +211,8 @@ def _coerce_fields(value: Any, kind: Any, name: str, strict: bool) -> dict[str, 
     hints = field_hints(kind)
     for key in value:
         if key not in hints:
-            key = key if isinstance(key, str) and len(key) <= 60 else shown(key)
-            raise ValueError(f"{name}.{key} is unknown{close_to(key, [*hints])}")
+            key = key if isinstance(key, str) and len(key) <= 60 else format_value(key)
+            raise ValueError(f"{name}.{key} is unknown{suggest_names(key, [*hints])}")
     for key in required_fields(kind):
         if key not in value:
             raise ValueError(f"{name}.{key} is missing")
@@ -272,7 +272,7 @@ def validate_number(value: Any, subject: str) -> float:
     """
     number = finite_number(value)
     if number is None:
-        raise BrokenContract(f"{subject} must be a finite number, not {shown(value)}")
+        raise BrokenContract(f"{subject} must be a finite number, not {format_value(value)}")
     return number
 
 
@@ -280,10 +280,12 @@ def validate_numbers(numbers: Any, subject: str) -> dict[str, float]:
     """Return a map from names to finite numbers. Raises BrokenContract that begins with
     ``subject``."""
     if not isinstance(numbers, Mapping):
-        raise BrokenContract(f"{subject} must be a map from names to numbers, not {shown(numbers)}")
+        raise BrokenContract(
+            f"{subject} must be a map from names to numbers, not {format_value(numbers)}"
+        )
     for name in numbers:
         if not isinstance(name, str):
-            raise BrokenContract(f"{subject}: a name must be text, not {shown(name)}")
+            raise BrokenContract(f"{subject}: a name must be text, not {format_value(name)}")
     return {name: validate_number(value, f"{subject}[{name!r}]") for name, value in numbers.items()}
 
 
@@ -307,7 +309,7 @@ def validate_rewards(value: Any, subject: str) -> tuple[float, dict[str, float]]
 def info_problems(value: Any) -> Iterator[str]:
     """Yield the problems of an ``info``, which must be a map of JSON values."""
     if not isinstance(value, Mapping):
-        yield f"info must be a map, not {shown(value)}"
+        yield f"info must be a map, not {format_value(value)}"
     elif value and (problem := json_problem(value)):
         yield f"info: {problem}"
 
@@ -317,7 +319,7 @@ def turn_problems(turn: Turn) -> Iterator[str]:
     yield from message_problems(turn.messages, "messages", ANSWERING_ROLES)
     for name in ("done", "final"):
         if not isinstance(getattr(turn, name), bool):
-            yield f"{name} must be true or false, not {shown(getattr(turn, name))}"
+            yield f"{name} must be true or false, not {format_value(getattr(turn, name))}"
     yield from info_problems(turn.info)
     yield from state_key_problems(turn.state_key)
 
@@ -325,7 +327,7 @@ def turn_problems(turn: Turn) -> Iterator[str]:
 def state_key_problems(key: Any) -> Iterator[str]:
     """Yield the problems of the ``state_key`` of an opening or a turn."""
     if not isinstance(key, str):
-        yield f"state_key must be text, not {shown(key)}"
+        yield f"state_key must be text, not {format_value(key)}"
 
 
 def validate_turn(turn: Turn) -> Turn:

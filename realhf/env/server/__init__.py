@@ -1,3 +1,3 @@
-from realhf.base.installation import needs
+from realhf.base.installation import require_modules
 
-needs("env", "fastapi", "uvicorn", "prometheus_client")
+require_modules("env", "fastapi", "uvicorn", "prometheus_client")

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 import realhf
-from realhf.base.files import whole_file
+from realhf.base.files import atomic_file
 from realhf.base.installation import install_command
 from realhf.monitor.rollouts.format import TRAIN, encode_record, plain, repair_text, shorten_text
 from realhf.monitor.rollouts.reader import NoRecord, RolloutStore, Row
@@ -120,7 +120,7 @@ def write_parquet(store: RolloutStore, out: Path) -> ExportCounts:
     counted = ExportCounts()
     found = iterate_records(store, sort_rows(store), counted)
     with (
-        whole_file(out) as partial,
+        atomic_file(out) as partial,
         parquet.ParquetWriter(partial, schema, compression="zstd") as writer,
     ):
         while batch := list(islice(found, _ROWS_PER_BATCH)):
@@ -172,7 +172,7 @@ def _write_log(
     header = _header(store, name, rows, _format_time(began), _format_time(ended))
     summaries: list[dict[str, Any]] = []
     with (
-        whole_file(path) as partial,
+        atomic_file(path) as partial,
         zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file,
     ):
         _add_json(
@@ -371,7 +371,7 @@ def write_jsonl(store: RolloutStore, out: Path) -> ExportCounts:
     Rollouts with recorded tokens have the trainer's data of them as ``trained``.
     """
     counted = ExportCounts()
-    with whole_file(out) as partial, partial.open("wb") as file:
+    with atomic_file(out) as partial, partial.open("wb") as file:
         for row, record in iterate_records(store, sort_rows(store), counted):
             line = flatten_row(row) | {"record": record}
             if row.train is not None and row.train.has_tokens:

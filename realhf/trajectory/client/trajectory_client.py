@@ -15,8 +15,8 @@ from typing import Any, Self
 import httpx
 
 from realhf.base import process_clock
-from realhf.base.loop_thread import BlockingFace, blocking, opening
-from realhf.base.tls import believing
+from realhf.base.loop_thread import BlockingFacade, blocking, creates_inner
+from realhf.base.tls import context_trusting
 from realhf.trajectory.client import encoding
 from realhf.trajectory.client.protocol import (
     BadAnswer,
@@ -93,7 +93,7 @@ class AsyncTrajectoryClient:
         self._http = httpx.AsyncClient(
             base_url=self.url,
             timeout=request_timeout_s,
-            verify=believing(ca_file) if ca_file else True,
+            verify=context_trusting(ca_file) if ca_file else True,
             headers={"Authorization": f"Bearer {token}"} if token else None,
         )
 
@@ -499,11 +499,11 @@ class AsyncTrajectoryClient:
             return Response(status, received, b"", cause)
 
 
-class TrajectoryClient(BlockingFace[AsyncTrajectoryClient]):
+class TrajectoryClient(BlockingFacade[AsyncTrajectoryClient]):
     """``AsyncTrajectoryClient`` for blocking callers on any thread. Use it as a context manager, or
     call ``close``; open a new one after a fork."""
 
-    @opening(AsyncTrajectoryClient)
+    @creates_inner(AsyncTrajectoryClient)
     def __init__(self, inner: AsyncTrajectoryClient) -> None:
         super().__init__(inner, "trajectory-client")
 

@@ -1,3 +1,3 @@
-from realhf.base.installation import needs
+from realhf.base.installation import require_modules
 
-needs("server", "fastapi", "uvicorn", "prometheus_client")
+require_modules("server", "fastapi", "uvicorn", "prometheus_client")

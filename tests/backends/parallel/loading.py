@@ -21,7 +21,7 @@ from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.parallel import fsdp
 from realhf.backends.parallel.fsdp import FsdpBackend
 from realhf.backends.parallel.process_groups import TorchWorld, list_groups
-from realhf.base.tensor_digest import digests
+from realhf.base.tensor_digest import digest_tensors
 
 LOADED_WHOLE = "is loaded whole on each worker"
 
@@ -97,13 +97,13 @@ def _outcome(
     ]
     with engine.ranks.together("the whole weights"):
         engine.gather(here=True)
-    before = digests(engine.weights())
+    before = digest_tensors(engine.weights())
     if rank == 0:
         engine.export_hf(out)
     with engine.ranks.together("a step"):
         loss = _value_step(engine) if head == "value" else _step(engine)
         engine.gather(here=True)
-    after = digests(engine.weights())
+    after = digest_tensors(engine.weights())
     config = json.loads((out / "config.json").read_text()) if rank == 0 else None
     files = sorted(file.name for file in out.iterdir()) if rank == 0 else None
     return {

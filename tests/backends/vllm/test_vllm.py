@@ -53,7 +53,7 @@ from realhf.backends.vllm.generation import (
 )
 from realhf.backends.vllm.server import VllmServer
 from realhf.base.hf_config import tensor_shapes
-from realhf.base.tensor_digest import digests
+from realhf.base.tensor_digest import digest_tensors
 from realhf.dataflow.weight_proof import EngineWeightDigests
 from tests.process_family import gone
 
@@ -416,7 +416,7 @@ def test_a_worker_takes_the_chunks_and_says_what_it_holds() -> None:
     told = worker.weight_digests()
     expected = {
         n: d
-        for n, d in digests({n: t.contiguous() for n, t in given.items()}).items()
+        for n, d in digest_tensors({n: t.contiguous() for n, t in given.items()}).items()
         if n[-6:] == "weight"
     }
     assert {n: row[1] for n, row in told["held"].items() if n in given} == {
@@ -513,7 +513,7 @@ def test_a_tensor_that_no_layer_has_under_its_name_is_not_said_to_be_held(tmp_pa
     ]
     found = parse_server_digests([told], names)
     assert [found[name].proven for name in names] == [True, False]
-    assert found["norm.weight"].digest == digests(given)["norm.weight"]
+    assert found["norm.weight"].digest == digest_tensors(given)["norm.weight"]
     assert parse_server_digests([told, told], names) == {}
 
     asked = SimpleNamespace(
@@ -521,7 +521,7 @@ def test_a_tensor_that_no_layer_has_under_its_name_is_not_said_to_be_held(tmp_pa
     )
     held = EngineWeightDigests(asked)  # pyright: ignore[reportArgumentType]
     slots = tuple(
-        TensorSlot(name, dtype_tag(given[name].dtype), (2,), 0, 8, digests(given)[name])
+        TensorSlot(name, dtype_tag(given[name].dtype), (2,), 0, 8, digest_tensors(given)[name])
         for name in names
     )
     assert (
@@ -552,7 +552,7 @@ def test_an_engine_on_the_servers_gpu_sends_no_file(
         assert engine.version == 3 and worker.calls[-1] == "finish"
         held = engine.weight_digests(["norm.weight", "gate.weight"])
         assert (
-            held["norm.weight"].digest == digests(tensors())["norm.weight"]
+            held["norm.weight"].digest == digest_tensors(tensors())["norm.weight"]
             and not held["gate.weight"].proven
         )
         worker.broken = worker.calls.count("update") + 1

@@ -10,7 +10,7 @@ PROGRAM = """
 import asyncio, sys
 from realhf.api.environment import AssistantMessage, EnvironmentFailure
 from realhf.base.loop_thread import LoopThread
-from realhf.base.process import keep_this_process
+from realhf.base.process import block_exit_in_threads
 from realhf.env.loader.load import build_environment
 
 async def play():
@@ -21,7 +21,7 @@ async def play():
     except EnvironmentFailure as error:
         return f"{error.kind}: {error}"
 
-keep_this_process()
+block_exit_in_threads()
 print(LoopThread("episodes", instead="").call(play(), 20.0))
 """
 HOUSE = """

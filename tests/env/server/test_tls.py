@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from realhf.aws.client.aws_env import AwsEnv
-from realhf.base.tls import believing, with_certificate, without_certificate
+from realhf.base.tls import context_trusting, embed_certificate, split_certificate
 from realhf.env.adapters.openenv import OpenEnvOptions, build
 from realhf.env.openenv_client import ConnectError, OpenEnvClient, fetch_metadata, fetch_page
 from realhf.env.server.process import ServerProcess
@@ -42,11 +42,11 @@ async def test_clients_with_the_certificate_are_served_and_no_others(
     assert server.url.startswith("https://")
     with pytest.raises(ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
         await OpenEnvClient(server.url, token="sesame").connect()
-    metadata = await fetch_metadata(server.url, "sesame", tls=believing(pair[0]))
+    metadata = await fetch_metadata(server.url, "sesame", tls=context_trusting(pair[0]))
     assert metadata["name"]
     async with AwsEnv(server.url, "sesame", ca_file=pair[0]) as env:
         assert env.metadata == metadata
-    address, context = without_certificate(with_certificate(server.url, Path(pair[0]).read_text()))
+    address, context = split_certificate(embed_certificate(server.url, Path(pair[0]).read_text()))
     pinned = OpenEnvClient(address, token="sesame", tls=context)
     await pinned.connect()
     await pinned.close()
@@ -76,7 +76,9 @@ async def test_who_speaks_no_tls_is_not_served_and_does_not_stop_it(
         await fetch_page(plain, "health")
     port = int(server.url.rpartition(":")[2])
     strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
-    assert await fetch_page(server.url, "health", tls=believing(pair[0])) == {"status": "healthy"}
+    assert await fetch_page(server.url, "health", tls=context_trusting(pair[0])) == {
+        "status": "healthy"
+    }
     for _, writer in strangers:
         writer.close()
 

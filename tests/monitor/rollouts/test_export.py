@@ -84,7 +84,7 @@ def test_what_cannot_be_exported_is_told_in_one_line(
     assert export_command([str(run), "--to", "jsonl", str(tmp_path / "no" / "out")]) == 1
     assert capsys.readouterr().err.count("\n") == 1
     assert export_command([str(run), "--to", "jsonl", str(tmp_path)]) == 1
-    assert "a file is wanted" in capsys.readouterr().err
+    assert "expected a file" in capsys.readouterr().err
     for shard in run.glob("rollouts/play-*.gz"):
         shard.unlink()
     assert export_command([str(run), "--to", "jsonl", str(tmp_path / "out")]) == 0

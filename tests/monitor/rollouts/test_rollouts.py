@@ -296,7 +296,7 @@ def test_places_that_a_record_cannot_have_are_damage(tmp_path: Path):
             store.record(msgspec.structs.replace(line, **place))
     os.unlink(next((tmp_path / FOLDER).glob("*.gz")))
     os.mkfifo(tmp_path / FOLDER / writer.shard_name("play", _header(store).writer, 0))
-    with pytest.raises(NoRecord, match="no plain file"):
+    with pytest.raises(NoRecord, match="not a regular file"):
         read(tmp_path).record(line)
 
 

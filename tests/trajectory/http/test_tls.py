@@ -9,7 +9,7 @@ import socket
 import httpx
 import pytest
 
-from realhf.base.tls import believing
+from realhf.base.tls import context_trusting
 from realhf.trajectory.client import AsyncTrajectoryClient, TrajectoryClient, Unreachable
 from realhf.trajectory.http.cli import uvicorn_config
 from realhf.trajectory.http.config import TrajectoryConfig
@@ -36,7 +36,7 @@ async def test_clients_with_the_certificate_push_and_pull(tmp_path):
             await client.register(batch_size=2, max_token_len=64, num_steps=3)
         with TrajectoryClient(url, token="sesame", ca_file=cert) as client:
             with httpx.Client(
-                verify=believing(cert), headers={"Authorization": "Bearer sesame"}
+                verify=context_trusting(cert), headers={"Authorization": "Bearer sesame"}
             ) as asking:
                 asking.get(
                     f"{url}/batch"
@@ -55,13 +55,13 @@ def test_a_batch_that_waits_to_be_encrypted_or_sent_was_not_sent(tmp_path):
     large = group(4, 200_000)
     with (
         running_server(tls_cert=cert, tls_key=key) as url,
-        httpx.Client(base_url=url, verify=believing(cert)) as api,
+        httpx.Client(base_url=url, verify=context_trusting(cert)) as api,
     ):
         start(api, batch_size=4)
         assert api.post("/scored_data", content=encoded(large)).status_code == 200
         with (
             socket.create_connection((api.base_url.host, api.base_url.port or 0)) as plain,
-            believing(cert).wrap_socket(plain, server_hostname="127.0.0.1") as deaf,
+            context_trusting(cert).wrap_socket(plain, server_hostname="127.0.0.1") as deaf,
         ):
             deaf.sendall(b"GET /batch HTTP/1.1\r\nHost: x\r\nAccept-Encoding: identity\r\n\r\n")
             assert deaf.recv(12) == b"HTTP/1.1 200"

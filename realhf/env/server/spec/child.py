@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from realhf.base.process import keep_this_process
+from realhf.base.process import block_exit_in_threads
 from realhf.env.containment.fork_server import serve_forks
 from realhf.env.containment.frames import encode_frame, read_frame
 from realhf.env.loader.load import build_environment
@@ -62,7 +62,7 @@ def run(request: dict[str, Any], fds: list[int]) -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    keep_this_process()
+    block_exit_in_threads()
     try:
         spec = build_environment(request["reference"], request["options"])
         host = EnvironmentHost(spec, request["size"], request["timeout_s"], info=request["info"])

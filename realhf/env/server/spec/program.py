@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from realhf.base.process import keep_this_process
+from realhf.base.process import block_exit_in_threads
 from realhf.env.loader.load import build_environment, parse_options
 from realhf.env.server.config import ServerConfig
 from realhf.env.server.interfaces import Player, ServedEnvironment
@@ -189,7 +189,7 @@ def prepare(arguments: argparse.Namespace, config: ServerConfig) -> tuple[SpecSe
             facts = pool.facts
             player = lambda slot: slot
         else:
-            keep_this_process()
+            block_exit_in_threads()
             spec = build_environment(arguments.env, options)
             host = EnvironmentHost(spec, config.pool_size, config.call_timeout_s, info=config.info)
             facts = host.facts

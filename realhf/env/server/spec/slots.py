@@ -114,13 +114,13 @@ class EnvironmentThread:
             _await_with_timeout(self._name, call_name, work, timeout_s), thread.loop
         )
         try:
-            return event_loops.result(self._call, timeout_s + GRACE_S)
+            return event_loops.wait_for_future(self._call, timeout_s + GRACE_S)
         except CancelledError:
             raise EnvironmentFailure(
                 "lost", f"environment {self._name}: {call_name}: the call was cancelled"
             ) from None
         except TimeoutError:
-            location = thread.watch().place()
+            location = thread.watch().current_line()
             self._abandon(thread)
             text = (
                 f"{call_name}: did not end within {timeout_s:g} s, nor when it was cancelled; its "
