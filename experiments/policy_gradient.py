@@ -64,7 +64,7 @@ from realhf.api.keys import (
     VERIFIER_REWARDS,
 )
 from realhf.api.option import section
-from realhf.api.parallel import alone, parallel_of
+from realhf.api.parallel import resolve_parallel, untrained_backend
 from realhf.api.sample import MicroBatchSpec
 from realhf.api.source import GroupSignal
 from realhf.base.dataclass_json import to_json_value
@@ -225,7 +225,9 @@ def trains_one_sequence(config: Config) -> bool:
 
 def actor_spec(config: Config, first: InitialWeights) -> ModelSpec:
     """Return the specification of the actor, the role that plays and is trained."""
-    actor = sft.actor_model(config, first.path, config.actor.optimizer, config.actor.lora.chosen())
+    actor = sft.actor_model(
+        config, first.path, config.actor.optimizer, config.actor.lora.if_enabled()
+    )
     return replace(actor, engine=episode_engine(config))
 
 
@@ -243,7 +245,7 @@ def reference_model(config: Config, actor: ModelSpec) -> ModelSpec:
         "ref",
         actor.path,
         tuple(config.ref.workers),
-        backend=alone(actor.backend),
+        backend=untrained_backend(actor.backend),
         dtype=actor.dtype,
         experts=actor.experts,
         base_of="actor" if actor.lora is not None else "",
@@ -423,7 +425,7 @@ def teacher_inf(config: Config) -> MFCDef:
                 f"at temperature 1, so "
                 "teacher.url needs gen.temperature=1; a teacher of teacher.path takes any"
             )
-        if parallel_of("actor", config.actor).fsdp > 1:
+        if resolve_parallel("actor", config.actor).fsdp > 1:
             raise ConfigError(
                 f"actor.backend={config.actor.backend}: all workers of a sharded actor would query "
                 f"teacher.url and "
@@ -556,7 +558,7 @@ def critic_model(config: Config, actor_path: str) -> ModelSpec:
         optimizer=critic.optimizer.with_default_lr(
             BUILTIN_RATE if small else config.actor.optimizer.lr
         ),
-        parallel=parallel_of("critic", critic),
+        parallel=resolve_parallel("critic", critic),
         tokens_of="" if critic.path == ACTOR else actor_path,
     )
 

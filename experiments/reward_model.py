@@ -22,7 +22,7 @@ from experiments.preference import Config, check_synchronous, group_options, pai
 from experiments.sft import InitialWeights, resolve_initial_weights
 from realhf.algorithms.role_options import BUILTIN_RATE
 from realhf.api.experiment import ExperimentSpec, ModelSpec
-from realhf.api.parallel import alone, parallel_of
+from realhf.api.parallel import resolve_parallel, untrained_backend
 from realhf.env.loader.load import with_environment
 
 ROLE = "reward_model"
@@ -55,7 +55,7 @@ def build_playing_model(config: Config, first: InitialWeights) -> ModelSpec:
         "actor",
         first.path,
         tuple(actor.workers),
-        backend=alone(actor.backend),
+        backend=untrained_backend(actor.backend),
         dtype=actor.dtype,
         experts=actor.experts,
         chat_template_kwargs=actor.chat_template_kwargs,
@@ -86,6 +86,6 @@ def build_reward_model(config: Config, first: InitialWeights) -> ModelSpec:
         optimizer=model.optimizer.with_default_lr(
             BUILTIN_RATE if small else config.actor.optimizer.lr
         ),
-        parallel=parallel_of(ROLE, model),
+        parallel=resolve_parallel(ROLE, model),
         tokens_of=first.path if model.path else "",
     )

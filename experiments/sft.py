@@ -32,7 +32,7 @@ from realhf.api.experiment import (
     SourceSpec,
 )
 from realhf.api.option import option
-from realhf.api.parallel import parallel_of
+from realhf.api.parallel import resolve_parallel
 from realhf.api.sample import MicroBatchSpec
 from realhf.backends.shipped_policy import LESSONS, find_shipped_policy, is_outdated
 from realhf.base.dataclass_json import to_json_value
@@ -82,7 +82,7 @@ def build(config: Config) -> ExperimentSpec:
         steps=config.total_train_steps,
         batch=config.dataset.train_bs_n_seqs,
         optimizer=config.actor.optimizer,
-        lora=config.actor.lora.chosen(),
+        lora=config.actor.lora.if_enabled(),
     )
     return replace(spec, name=config.experiment, run_dir=run_folder(config))
 
@@ -300,7 +300,7 @@ def actor_model(
         lora=lora,
         chat_template_kwargs=actor.chat_template_kwargs,
         tool_parser=actor.tool_parser,
-        parallel=parallel_of("actor", actor),
+        parallel=resolve_parallel("actor", actor),
     )
 
 

@@ -85,7 +85,7 @@ def made_up(given: argparse.Namespace) -> None:
             ids = [f"task@{step * given.groups + number}" for number in range(given.groups)]
             mine = time.thread_time()
             for name in ids:
-                recorder.played(
+                recorder.record_played(
                     PlayedSample(
                         name,
                         group,
@@ -95,7 +95,7 @@ def made_up(given: argparse.Namespace) -> None:
                     )
                 )
             counts = np.full(given.groups, given.group_size)
-            recorder.trained(
+            recorder.record_trained(
                 TrainedRows(
                     step, ids, counts, np.full(rows, length), mask, flat, flat, flat, flat, flat, flat > 2,
                     np.zeros(len(flat), np.int32),

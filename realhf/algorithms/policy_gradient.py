@@ -148,7 +148,7 @@ class PolicyGradientInterface:
             if not self._guard.observe(result):
                 break
         if record is not None:
-            context.recorder.trained(
+            context.recorder.record_trained(
                 record.rows(sample["packed_versions"] if "packed_versions" in sample.keys else None)
             )
         return {**batch_stats, **stats, **summary(results), **self._guard.stop_statistics()}

@@ -28,8 +28,8 @@ from realhf.api.algorithm import (
     DECLARED_CLIP_OPTIONS,
     LOSS,
     Algorithm,
-    algorithm_of,
-    is_own,
+    is_user_algorithm,
+    load_algorithm,
 )
 from realhf.api.keys import NONE, SOLVED
 from realhf.api.option import problems
@@ -92,7 +92,7 @@ def resolve(
     config = policy_gradient_options(config)
     if wrong := [*problems(config, "ppo", registered_names)]:
         raise ValueError("\n".join(wrong))
-    algorithm = algorithm_of(config.algo) if is_own(config.algo) else None
+    algorithm = load_algorithm(config.algo) if is_user_algorithm(config.algo) else None
     preset = (
         PRESETS[config.algo].options if algorithm is None else _own_preset(config.algo, algorithm)
     )
@@ -114,7 +114,7 @@ def resolve(
     resolved = ResolvedOptions(**{**value, **_off_policy_options(config, value)})
     if algorithm is not None:
         resolved.algorithm = algorithm
-        resolved.own = algorithm.own(own)
+        resolved.own = algorithm.read_options(own)
     return resolved
 
 

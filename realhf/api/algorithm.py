@@ -61,21 +61,19 @@ class Algorithm:
         for name, brought in ((LOSS, self.loss), (ADVANTAGES, self.advantages)):
             if brought is not None and name in self.preset:
                 raise ValueError(
-                    f"preset: {name}={self.preset[name]} beside a function of its own; leave one "
-                    f"out"
+                    f"preset: {name}={self.preset[name]} and a function of its own; remove one "
+                    "of them"
                 )
         for name, arguments in _ARGUMENTS.items():
             function = getattr(self, name)
-            if function is not None and not _takes(function, len(arguments)):
+            if function is not None and not _accepts_arguments(function, len(arguments)):
                 raise ValueError(f"{name}: must be a function of ({', '.join(arguments)})")
         if unknown := [name for name in self.clip_options if name not in CLIP_OPTIONS]:
             raise ValueError(f"clip_options: {unknown[0]!r} is none of {', '.join(CLIP_OPTIONS)}")
         if self.clip_options and self.loss is None:
-            raise ValueError("clip_options: are about a loss, and there is none")
+            raise ValueError("clip_options: need a loss")
         if "algo" in self.preset:
-            raise ValueError(
-                "preset: algo is what the algorithm itself is named by; write its values out"
-            )
+            raise ValueError("preset: must not contain algo; list the values instead")
         self._check_options()
 
     def _check_options(self) -> None:
@@ -101,27 +99,29 @@ class Algorithm:
             **{name: reference for name, brought in own.items() if brought is not None},
         }
 
-    def own(self, given: Any) -> Any:
-        """Return an instance of ``options`` with the values of ``given``; None if there are no
+    def read_options(self, section: Any) -> Any:
+        """Return an instance of ``options`` with the values of ``section``; None if there are no
         options.
 
-        given: a section or a mapping; None: the defaults. Raises ValueError that names an unknown
+        section: a section or a mapping; None: the defaults. Raises ValueError that names an unknown
         or invalid option.
         """
         if self.options is None:
             return None
-        known = [every.name for every in fields(self.options)]
-        if not isinstance(given, Mapping):
-            given = {name: getattr(given, name) for name in known} if given is not None else {}
-        for name in given:
+        known = [option.name for option in fields(self.options)]
+        if not isinstance(section, Mapping):
+            section = (
+                {name: getattr(section, name) for name in known} if section is not None else {}
+            )
+        for name in section:
             if name not in known:
                 raise ValueError(
                     f"algorithm.{name} is not an option{suggest_names(str(name), known)}"
                 )
-        own = self.options(**given)
-        if wrong := [*problems(own, "algorithm")]:
+        options = self.options(**section)
+        if wrong := [*problems(options, "algorithm")]:
             raise ValueError("\n".join(wrong))
-        return own
+        return options
 
 
 def reads_clip_options(*names: str) -> Callable[[T], T]:
@@ -143,7 +143,7 @@ def reads_clip_options(*names: str) -> Callable[[T], T]:
     return declare
 
 
-def _takes(function: Any, arguments: int) -> bool:
+def _accepts_arguments(function: Any, arguments: int) -> bool:
     """Return whether something can be called with this number of positional arguments."""
     if not callable(function):
         return False
@@ -154,12 +154,12 @@ def _takes(function: Any, arguments: int) -> bool:
     return True
 
 
-def is_own(algo: str) -> bool:
+def is_user_algorithm(algo: str) -> bool:
     """Return whether ``ppo.algo`` refers to a user's algorithm rather than a preset."""
     return bool(split_reference(algo).place)
 
 
-def algorithm_of(reference: str) -> Algorithm:
+def load_algorithm(reference: str) -> Algorithm:
     """Return the algorithm of a reference ``file.py:Name`` or ``package.module:Name``.
 
     Raises ValueError with one sentence that says what is wrong and where.
@@ -170,14 +170,14 @@ def algorithm_of(reference: str) -> Algorithm:
         module, name = load_reference(reference)
     except ValueError as error:
         raise ValueError(f"ppo.algo={error}") from None
-    found = getattr(module, name)
-    if not isinstance(found, Algorithm):
+    value = getattr(module, name)
+    if not isinstance(value, Algorithm):
         kind = (
-            f"the class {found.__name__}"
-            if isinstance(found, type)
-            else f"a {type(found).__name__}"
+            f"the class {value.__name__}"
+            if isinstance(value, type)
+            else f"a {type(value).__name__}"
         )
         raise ValueError(
             f"ppo.algo={reference}: is {kind}, expected an Algorithm (realhf.api.algorithm)"
         )
-    return found
+    return value

@@ -85,7 +85,7 @@ PayloadRef = list[int]
 [segment, offset, bytes, rank] in that of another rank."""
 
 
-def rank_of(ref: Sequence[int]) -> int:
+def payload_rank(ref: Sequence[int]) -> int:
     """Return the trainer rank whose payload log contains a payload."""
     return ref[3] if len(ref) > 3 else 0
 
@@ -116,7 +116,7 @@ class Arrival(Message, frozen=True):
     """Why the sample is unusable; "" if it is not."""
 
 
-def checked_answers(arrivals: Sequence[Arrival], answers: Sequence[str]) -> list[str]:
+def check_answers(arrivals: Sequence[Arrival], answers: Sequence[str]) -> list[str]:
     """Return the answers. Raises ValueError unless there is one valid answer for each arrival."""
     if len(answers) != len(arrivals) or not set(answers) <= {ACCEPTED, DUPLICATE, REFUSED}:
         raise ValueError(f"{len(arrivals)} arrivals were answered with {list(answers)!r:.200}")

@@ -27,10 +27,10 @@ from typing import Any
 from realhf.api.environment import AssistantMessage
 from realhf.api.tool_parser import (
     AUTO,
-    family_of,
+    detect_family,
+    find_unread_variables,
     parse_turn,
-    reads_tools,
-    unread_variables,
+    template_reads_tools,
 )
 
 _MARKER = "\u2e28policy-turn\u2e29"
@@ -74,7 +74,7 @@ class TemplateChat:
     """Implementation of ``realhf.api.rollout.ChatFormat`` by a Hugging Face tokenizer.
 
     ``family`` is the syntax of the policy's tool calls (``tool_parser.FAMILIES``). Control words in
-    messages and tools are converted to ordinary text (``control_words``). A turn ends with the
+    messages and tools are converted to ordinary text (``find_control_words``). A turn ends with the
     template's end of a turn, the tokenizer's end of a sequence, an id in the model's
     ``generation_config.json``, or one of ``stop_ids``.
 
@@ -103,29 +103,29 @@ class TemplateChat:
             )
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
-        if idle := unread_variables(tokenizer.get_chat_template(), self._template_kwargs):
+        if idle := find_unread_variables(tokenizer.get_chat_template(), self._template_kwargs):
             raise ChatTemplateError(
                 f"chat_template_kwargs: the chat template does not read {', '.join(idle)}"
             )
         with_tools = tokenizer.get_chat_template(tools=[{}])
-        self.family = family_of(with_tools) if tool_parser == AUTO else tool_parser
-        self._reads_tools = reads_tools(with_tools)
+        self.family = detect_family(with_tools) if tool_parser == AUTO else tool_parser
+        self._template_reads_tools = template_reads_tools(with_tools)
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._cached_opening = lru_cache(_CACHED)(
-            lambda key: array("q", self._opening(*marshal.loads(key)))
+            lambda key: array("q", self._encode_opening(*marshal.loads(key)))
         )
         self._cached_following = lru_cache(_CACHED)(
-            lambda key: array("q", self._following(*marshal.loads(key)))
+            lambda key: array("q", self._encode_following(*marshal.loads(key)))
         )
         self._cached_forgotten = lru_cache(_CACHED)(self._find_forgotten)
-        self._needs_calls = lru_cache(_CACHED)(self._find_whether_calls_are_needed)
-        self._before_words = lru_cache(2)(self._find_before_words)
+        self._requires_calls_cached = lru_cache(_CACHED)(self._requires_calls)
+        self._turn_prefix = lru_cache(2)(self._find_turn_prefix)
         self._control = ControlWords(())
-        self._control = ControlWords(control_words(tokenizer, self._framing()))
-        self._turn_end = self._after_marker([], [], generation=False)
+        self._control = ControlWords(find_control_words(tokenizer, self._render_framing()))
+        self._turn_end = self._render_after_marker([], [], generation=False)
         self.stop_ids: tuple[int, ...] = self._find_stop_ids(stop_ids)
         self._stops = frozenset(self.stop_ids)
-        self._middle_end = self._find_middle_end()
+        self._inner_turn_end = self._find_inner_turn_end()
 
     def opening(self, messages: Messages, tools: Tools = ()) -> list[int]:
         """Return the ids of the first messages that a policy reads, with the generation prompt.
@@ -133,10 +133,14 @@ class TemplateChat:
         tools: JSON schemas, which the template renders. No system prompt is added. Raises
         ChatTemplateError, also for tools if the template does not read them.
         """
-        plain = _for_template(messages)
-        schemas = self._schemas(tools)
-        key = _key(plain, schemas)
-        return self._opening(plain, schemas) if key is None else self._cached_opening(key).tolist()
+        plain = _normalise_messages(messages)
+        schemas = self._check_schemas(tools)
+        key = _cache_key(plain, schemas)
+        return (
+            self._encode_opening(plain, schemas)
+            if key is None
+            else self._cached_opening(key).tolist()
+        )
 
     def following_messages(
         self, messages: Messages, *, ended: bool, tools: Tools = (), end: int | None = None
@@ -150,14 +154,16 @@ class TemplateChat:
         ChatTemplateError, also for tools or a role that the template does not show after a policy
         turn.
         """
-        plain = _for_template(messages)
-        schemas = self._schemas(tools)
-        key = _key(plain, schemas)
+        plain = _normalise_messages(messages)
+        schemas = self._check_schemas(tools)
+        key = _cache_key(plain, schemas)
         ids = (
-            self._following(plain, schemas) if key is None else self._cached_following(key).tolist()
+            self._encode_following(plain, schemas)
+            if key is None
+            else self._cached_following(key).tolist()
         )
         if ended:
-            del ids[: self._sampled_length(ids, end)]
+            del ids[: self._count_sampled_end(ids, end)]
         return ids
 
     def parse(self, token_ids: Sequence[int], tools: Tools = ()) -> AssistantMessage:
@@ -177,11 +183,11 @@ class TemplateChat:
 
     def closing(self) -> list[int]:
         """Return the ids that end a policy turn in a demonstration; the first is a stop id."""
-        return self._ids(self._turn_end)
+        return self._encode(self._turn_end)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a demonstrated policy turn, without its end."""
-        return self._ids(text)
+        return self._encode(text)
 
     def encode_turn(self, message: Mapping[str, Any], tools: Tools = ()) -> list[int]:
         """Return the ids of a demonstrated policy turn, without its end.
@@ -194,20 +200,20 @@ class TemplateChat:
         if message.get("reasoning_content"):
             return self._encode_reasoned(message, tools)
         content = str(message.get("content") or "")
-        turn = _for_template([message])[0]
-        schemas = self._schemas(tools)
+        turn = _normalise_messages([message])[0]
+        schemas = self._check_schemas(tools)
         if turn.get("tool_calls"):
-            text = self._written(turn, schemas)
+            text = self._render_turn(turn, schemas)
             if not all(call.get("function", call)["name"] in text for call in turn["tool_calls"]):
                 raise ChatTemplateError(_NOT_WRITTEN)
             self._check_calls(text, turn["tool_calls"], tools)
-            return self._ids(text)
-        before = self._before_words(bool(schemas))
+            return self._encode(text)
+        before = self._turn_prefix(bool(schemas))
         if "</think>" in before and "</think>" in content:
-            return self._ids(_THINK_TAG_FIRST.sub("", content))
-        return self._ids(before + content)
+            return self._encode(_LEADING_THINK_TAG.sub("", content))
+        return self._encode(before + content)
 
-    def _find_before_words(self, with_tools: bool) -> str:
+    def _find_turn_prefix(self, with_tools: bool) -> str:
         """Return the text of the template between its generation prompt and the words of a turn.
 
         Examples are an empty reasoning if the prompt opens one, the channel of gpt-oss, and the
@@ -215,22 +221,22 @@ class TemplateChat:
         """
         tools = [_PROBE_TOOL] if with_tools else []
         with suppress(ChatTemplateError):
-            before, found, _ = self._written(
+            prefix, marker, _ = self._render_turn(
                 {"role": "assistant", "content": _MARKER}, tools
             ).partition(_MARKER)
-            return before if found else ""
+            return prefix if marker else ""
         return ""
 
-    def _written(self, turn: dict[str, Any], schemas: list[dict[str, Any]]) -> str:
+    def _render_turn(self, turn: dict[str, Any], schemas: list[dict[str, Any]]) -> str:
         """Return the text of a turn after the template's generation prompt, without its end. Raises
         ChatTemplateError."""
         head = [*self._system, {"role": "user", "content": "task"}]
         before = self._render(head, schemas, generation=True)
-        opened = before[: open_tag_start(before)]
+        opened = before[: find_open_tag(before)]
         problem = ""
         for tail in ([{"role": "user", "content": "task"}], []):
             try:
-                after = self._after_marker(tail, schemas, generation=False)
+                after = self._render_after_marker(tail, schemas, generation=False)
                 whole = self._render([*head, turn, *tail], schemas, generation=False)
             except ChatTemplateError as error:
                 problem = f": {error}"
@@ -242,28 +248,31 @@ class TemplateChat:
             # Nemotron writes a line break after <think> in its generation prompt, but not in its
             # history.
             rest = whole.removesuffix(after).removeprefix(opened)
-            if whole.startswith(opened) and (found := _EMPTY_THOUGHT.match(rest)):
-                return rest[found.start(1) :]
+            if whole.startswith(opened) and (match := _EMPTY_REASONING.match(rest)):
+                return rest[match.start(1) :]
         raise ChatTemplateError(f"{_NOT_WRITTEN}{problem}")
 
-    def _check_calls(self, text: str, wanted: Sequence[Mapping[str, Any]], tools: Tools) -> None:
+    def _check_calls(self, text: str, calls: Sequence[Mapping[str, Any]], tools: Tools) -> None:
         """Raise ChatTemplateError if the policy's parser does not find these calls in a
         demonstrated turn."""
-        functions = [call.get("function", call) for call in wanted]
-        asked = [
-            _plain_call(function["name"], function.get("arguments") or {}) for function in functions
+        functions = [call.get("function", call) for call in calls]
+        expected = [
+            _format_call(function["name"], function.get("arguments") or {})
+            for function in functions
         ]
-        found = parse_turn(text, self.family, tools=tools).tool_calls
-        read = [call.problem or _plain_call(call.name, call.arguments) for call in found]
-        if read == asked:
+        parsed = parse_turn(text, self.family, tools=tools).tool_calls
+        actual = [call.problem or _format_call(call.name, call.arguments) for call in parsed]
+        if actual == expected:
             return
-        what = next((call.problem for call in found if call.problem), "")
-        what = what or (f"reads {'; '.join(read)}"[:_SHOWN_CHARS] if read else "finds no call")
+        mistake = next((call.problem for call in parsed if call.problem), "")
+        mistake = mistake or (
+            f"reads {'; '.join(actual)}"[:_SHOWN_CHARS] if actual else "finds no call"
+        )
         raise ChatTemplateError(
-            f"the chat template writes the call {asked[0][:_SHOWN_CHARS]} as "
+            f"the chat template writes the call {expected[0][:_SHOWN_CHARS]} as "
             f"{text[:_SHOWN_CHARS]!r}, in which the "
             f"parser {self.family!r} "
-            f"{what if what.startswith(('reads', 'finds')) else f'sees a mistake: {what}'}; "
+            f"{mistake if mistake.startswith(('reads', 'finds')) else f'sees a mistake: {mistake}'}; "
             "choose the parser of this syntax with actor.tool_parser (hermes, xml or llama), or "
             "another model"
         )
@@ -271,13 +280,13 @@ class TemplateChat:
     def _encode_reasoned(self, message: Mapping[str, Any], tools: Tools) -> list[int]:
         """Return the ids of a turn with reasoning, which templates write in the last turn of a
         conversation."""
-        turn = _for_template([message])[0]
-        schemas = self._schemas(tools)
+        turn = _normalise_messages([message])[0]
+        schemas = self._check_schemas(tools)
         head = [*self._system, {"role": "user", "content": "task"}]
         before = self._render(head, schemas, generation=True)
         whole = self._render([*head, turn], schemas, generation=False)
         text = whole.removeprefix(before).removesuffix(self._turn_end)
-        thought = message["reasoning_content"].strip()
+        reasoning = message["reasoning_content"].strip()
         words = (message.get("content") or "").strip()
         calls = turn.get("tool_calls") or ()
         names = [call.get("function", call)["name"] for call in calls]
@@ -289,7 +298,7 @@ class TemplateChat:
             )
         if any(
             part not in text
-            for part in (self._control.broken(thought), self._control.broken(words), *names)
+            for part in (self._control.escape(reasoning), self._control.escape(words), *names)
         ):
             raise ChatTemplateError(
                 "the chat template does not write reasoning_content; write the reasoning into the "
@@ -298,12 +307,12 @@ class TemplateChat:
             )
         if calls:
             self._check_calls(text, calls, tools)
-        return self._ids(text)
+        return self._encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a policy turn, without stop ids but with other special tokens."""
         stops = self._stops
-        return self._text([i for i in token_ids if i not in stops])
+        return self._decode_all([i for i in token_ids if i not in stops])
 
     def bytes_of(self, token_id: int) -> bytes | None:
         """Return the bytes that a token adds to the text of a turn, even if they are only part of a
@@ -336,27 +345,27 @@ class TemplateChat:
         """
         ids = list(token_ids)
         text = self.decode(ids)
-        place = reasoning_end(text)
+        place = find_reasoning_end(text)
         if not place:
             return None
-        start = boundary(ids, self.decode, place)
+        start = find_token_boundary(ids, self.decode, place)
         return (
             ids[start:]
             if start is not None
-            else [*self._ids(text[place:]), *(i for i in ids[-1:] if i in self._stops)]
+            else [*self._encode(text[place:]), *(i for i in ids[-1:] if i in self._stops)]
         )
 
     def without_open_reasoning(self, token_ids: Sequence[int]) -> list[int]:
         """Return the ids before a turn, without a trailing tag that opens its reasoning."""
         ids = list(token_ids)
-        text = self._text(ids)
-        place = open_tag_start(text)
+        text = self._decode_all(ids)
+        place = find_open_tag(text)
         if place == len(text):
             return ids
-        end = boundary(ids, self._text, place)
-        return ids[:end] if end is not None else self._ids(text[:place])
+        end = find_token_boundary(ids, self._decode_all, place)
+        return ids[:end] if end is not None else self._encode(text[:place])
 
-    def _text(self, token_ids: Sequence[int]) -> str:
+    def _decode_all(self, token_ids: Sequence[int]) -> str:
         """Return the text of all ids.
 
         Disables the clean-up that some tokenizers request, which removes spaces before punctuation.
@@ -374,7 +383,7 @@ class TemplateChat:
         reads_key = "reasoning_content" in self._tokenizer.get_chat_template(tools=tools or None)
         for calls in (True, False):
             with suppress(ChatTemplateError):
-                return forgotten_turns(
+                return find_forgotten_turns(
                     lambda messages: self._render(messages, tools, generation=True),
                     shape,
                     reads_key=reads_key,
@@ -382,24 +391,28 @@ class TemplateChat:
                 )
         return (False,) * (len(shape) - 1)
 
-    def _schemas(self, tools: Tools) -> list[dict[str, Any]]:
+    def _check_schemas(self, tools: Tools) -> list[dict[str, Any]]:
         """Return the schemas as dicts. Raises ChatTemplateError if the template does not read
         tools."""
-        if tools and not self._reads_tools:
+        if tools and not self._template_reads_tools:
             raise ChatTemplateError(
                 "the chat template does not read tools; use a model that was trained with them"
             )
         return [dict(tool) for tool in tools]
 
-    def _opening(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
-        return self._ids(self._render(messages, tools, generation=True))
+    def _encode_opening(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+    ) -> list[int]:
+        return self._encode(self._render(messages, tools, generation=True))
 
-    def _following(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+    def _encode_following(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+    ) -> list[int]:
         """Return the ids from the end of a policy turn to the next generation prompt."""
         roles = dict.fromkeys(str(message.get("role")) for message in messages)
-        with_calls = any([self._needs_calls(role, bool(tools)) for role in roles])
-        after = self._after_calls if with_calls else self._after_marker
-        return self._ids(after(messages, tools, generation=True))
+        with_calls = any([self._requires_calls_cached(role, bool(tools)) for role in roles])
+        after = self._render_after_calls if with_calls else self._render_after_marker
+        return self._encode(after(messages, tools, generation=True))
 
     def _render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool
@@ -407,8 +420,8 @@ class TemplateChat:
         """Render messages by the template. Raises ChatTemplateError."""
         try:
             return self._tokenizer.apply_chat_template(
-                self._control.broken(messages),
-                tools=self._control.broken(tools) or None,
+                self._control.escape(messages),
+                tools=self._control.escape(tools) or None,
                 tokenize=False,
                 add_generation_prompt=generation,
                 **self._template_kwargs,
@@ -418,28 +431,28 @@ class TemplateChat:
                 f"the chat template cannot render the messages: {error}"
             ) from error
 
-    def _framing(self) -> str:
+    def _render_framing(self) -> str:
         """Return the text that the template writes around messages of all roles that it
         supports."""
         user = {"role": "user", "content": _PROBE}
-        said = {"role": "assistant", "content": _PROBE}
+        assistant = {"role": "assistant", "content": _PROBE}
         function = {"name": "tool", "arguments": {}}
         calls = {
-            **said,
+            **assistant,
             "tool_calls": [{"type": "function", "id": "call00000", "function": function}],
         }
-        told = {"role": "tool", "name": "tool", "tool_call_id": "call00000", "content": _PROBE}
+        answer = {"role": "tool", "name": "tool", "tool_call_id": "call00000", "content": _PROBE}
         texts = []
         for messages in (
             [{"role": "system", "content": _PROBE}, user],
-            [user, said, user],
-            [user, calls, told, said],
+            [user, assistant, user],
+            [user, calls, answer, assistant],
         ):
             with suppress(ChatTemplateError):
                 texts.append(self._render(messages, [], generation=True))
         return "".join(texts)
 
-    def _after_marker(
+    def _render_after_marker(
         self, tail: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool
     ) -> str:
         """Return the rendered text after the words of a policy turn that ``tail`` follows."""
@@ -448,29 +461,29 @@ class TemplateChat:
             {"role": "user", "content": "task"},
             {"role": "assistant", "content": _MARKER},
         ]
-        _, found, after = self._render([*head, *tail], tools, generation=generation).partition(
+        _, marker, after = self._render([*head, *tail], tools, generation=generation).partition(
             _MARKER
         )
-        if not found:
+        if not marker:
             raise ChatTemplateError("the chat template does not show the assistant's words")
         return after
 
-    def _after_calls(
+    def _render_after_calls(
         self, tail: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool
     ) -> str:
-        """Return the text of ``_after_marker`` for a template that shows ``tool`` messages only
+        """Return the text of ``_render_after_marker`` for a template that shows ``tool`` messages only
         after a turn with calls."""
-        said = {"role": "assistant", "content": _MARKER}
+        turn = {"role": "assistant", "content": _MARKER}
         calls = []
         answers = [dict(message) for message in tail]
         for number, answer in enumerate(answer for answer in answers if answer["role"] == "tool"):
             answer["tool_call_id"] = answer.get("tool_call_id") or f"call{number:05d}"
             function = {"name": answer.setdefault("name", "tool"), "arguments": {}}
             calls.append({"type": "function", "id": answer["tool_call_id"], "function": function})
-        head = [*self._system, {"role": "user", "content": "task"}, said | {"tool_calls": calls}]
+        head = [*self._system, {"role": "user", "content": "task"}, turn | {"tool_calls": calls}]
         before = self._render(head, tools, generation=False)
         whole = self._render([*head, *answers], tools, generation=generation)
-        start = self._start_of_end(before)
+        start = self._find_turn_end(before)
         if start is None or not whole.startswith(before):
             raise ChatTemplateError(
                 "the chat template ends a turn with calls neither as it ends any other nor with a "
@@ -478,7 +491,7 @@ class TemplateChat:
             )
         return whole[start:]
 
-    def _start_of_end(self, text: str) -> int | None:
+    def _find_turn_end(self, text: str) -> int | None:
         """Return where the end of the turn starts in a text that ends with it; None if the end is
         unknown.
 
@@ -492,7 +505,7 @@ class TemplateChat:
         ]
         return max((place for place in places if place >= 0), default=None)
 
-    def _find_middle_end(self) -> list[int]:
+    def _find_inner_turn_end(self) -> list[int]:
         """Return the ids, up to the last control id, by which the template ends a policy turn that
         other messages follow.
 
@@ -501,25 +514,27 @@ class TemplateChat:
         text = self._turn_end
         with suppress(ChatTemplateError):
             head = [*self._system, {"role": "user", "content": "task"}]
-            cued = self._render(head, [], generation=True)
-            uncued = self._render(head, [], generation=False)
-            after = self._after_marker([], [], generation=True)
-            if cued.startswith(uncued) and after.endswith(cue := cued[len(uncued) :]):
+            with_cue = self._render(head, [], generation=True)
+            without_cue = self._render(head, [], generation=False)
+            after = self._render_after_marker([], [], generation=True)
+            if with_cue.startswith(without_cue) and after.endswith(
+                cue := with_cue[len(without_cue) :]
+            ):
                 text = after.removesuffix(cue)
-        ids = self._ids(text)
+        ids = self._encode(text)
         control = {*self._tokenizer.all_special_ids, *self._stops}
         return ids[: max((place for place, i in enumerate(ids, 1) if i in control), default=0)]
 
-    def _sampled_length(self, ids: Sequence[int], end: int | None) -> int:
+    def _count_sampled_end(self, ids: Sequence[int], end: int | None) -> int:
         """Return how many of the ids that follow a turn repeat the end that was sampled."""
-        length = len(self._middle_end)
-        if not length or list(ids[:length]) != self._middle_end:
+        length = len(self._inner_turn_end)
+        if not length or list(ids[:length]) != self._inner_turn_end:
             length = int(bool(ids) and ids[0] in self._stops)
         sampled = self.closing()[0] if end is None else end
         places = [place for place, i in enumerate(ids[:length], 1) if i == sampled]
         return max(places, default=length)
 
-    def _find_whether_calls_are_needed(self, role: str, with_tools: bool) -> bool:
+    def _requires_calls(self, role: str, with_tools: bool) -> bool:
         """Return whether the template shows messages of ``role`` only after a turn with calls.
 
         Raises ChatTemplateError if it never shows them.
@@ -528,18 +543,20 @@ class TemplateChat:
         tools = [_PROBE_TOOL] if with_tools else []
         problem = ""
         for after in (
-            (self._after_marker, self._after_calls) if role == "tool" else (self._after_marker,)
+            (self._render_after_marker, self._render_after_calls)
+            if role == "tool"
+            else (self._render_after_marker,)
         ):
             try:
                 if _PROBE in after(tail, tools, generation=True):
-                    return after == self._after_calls
+                    return after == self._render_after_calls
             except ChatTemplateError as error:
                 problem = f": {error}"
         raise ChatTemplateError(
             f"the chat template does not show a {role!r} message after a policy turn{problem}"
         )
 
-    def _ids(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         """Return the ids of a text.
 
         Unpaired surrogates, which an environment may echo and tokenizers reject, become U+FFFD.
@@ -560,12 +577,12 @@ class TemplateChat:
             )
         if unknown := [i for i in further if not 0 <= i < len(self._tokenizer)]:
             raise ChatTemplateError(f"gen.stop_ids: the tokenizer has no token {unknown[0]}")
-        closing = self._ids(self._turn_end)
+        closing = self._encode(self._turn_end)
         special = set(self._tokenizer.all_special_ids)
         stops = [i for i in closing[:1] if i in special]
         if self._tokenizer.eos_token_id is not None:
             stops.append(self._tokenizer.eos_token_id)
-        stops += [*_ends_of_generation(getattr(self._tokenizer, "name_or_path", "")), *further]
+        stops += [*_read_generation_ends(getattr(self._tokenizer, "name_or_path", "")), *further]
         if not stops:
             raise ChatTemplateError(
                 "the tokenizer has neither an end-of-sequence token nor one that ends a turn; name "
@@ -574,7 +591,7 @@ class TemplateChat:
         return tuple(dict.fromkeys(stops))
 
 
-def _ends_of_generation(path: str) -> list[int]:
+def _read_generation_ends(path: str) -> list[int]:
     """Return ``eos_token_id`` in the ``generation_config.json`` of a folder or hub id; [] if there
     is none.
 
@@ -606,18 +623,18 @@ _PROBE_TOOL = {
 """Schema of a tool in test renderings."""
 
 
-def _for_template(messages: Messages) -> list[dict[str, Any]]:
+def _normalise_messages(messages: Messages) -> list[dict[str, Any]]:
     """Return the messages as templates expect them: content is a text even if there are calls, and
     arguments are objects instead of JSON texts."""
     plain = [dict(message) for message in messages]
     for message in plain:
         if message.get("tool_calls"):
             message["content"] = message.get("content") or ""
-            message["tool_calls"] = [_call_for_template(call) for call in message["tool_calls"]]
+            message["tool_calls"] = [_normalise_call(call) for call in message["tool_calls"]]
     return plain
 
 
-def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
+def _normalise_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function", call))
     if isinstance(function.get("arguments"), str):
         with suppress(ValueError, RecursionError):
@@ -625,12 +642,12 @@ def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": function} if "function" in call else function
 
 
-def _plain_call(name: str, arguments: Any) -> str:
+def _format_call(name: str, arguments: Any) -> str:
     """Return a call as text that is equal for equal arguments; true and 1 are different."""
     return f"{name} {json.dumps(arguments, sort_keys=True, ensure_ascii=False, default=str)}"
 
 
-def _key(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> bytes | None:
+def _cache_key(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> bytes | None:
     """Return the content as bytes for ``marshal.loads``; None if it is too long or not plain
     JSON."""
     try:
@@ -642,17 +659,17 @@ def _key(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> bytes |
 
 _TAG = re.compile(r"</?\w+>")
 """Tags within a turn, such as ``<think>`` and ``<tool_call>``, which an environment may mention."""
-_HEAD = 3
-"""Length of the common beginnings in ``_any_of``."""
+_PREFIX_CHARS = 3
+"""Length of the common beginnings in ``_compile_words``."""
 _NOT_WRITTEN = "the chat template does not write a demonstrated turn as it cues one"
 _SHOWN_CHARS = 160
 """Maximum length of a demonstrated call in an error message."""
-_THINK_TAG_FIRST = re.compile(r"\s*<think>\n?")
-_EMPTY_THOUGHT = re.compile(r"<think>(\s*</think>)")
+_LEADING_THINK_TAG = re.compile(r"\s*<think>\n?")
+_EMPTY_REASONING = re.compile(r"<think>(\s*</think>)")
 _log = logging.getLogger(__name__)
 
 
-def control_words(tokenizer: Any, framing: str) -> set[str]:
+def find_control_words(tokenizer: Any, framing: str) -> set[str]:
     """Return the words that a tokenizer reads as control ids.
 
     These are its special tokens, and the other added tokens that occur in the template's text
@@ -675,31 +692,34 @@ class ControlWords:
     """Conversion of control words in messages to ordinary text. The first conversion is logged."""
 
     def __init__(self, words: Iterable[str]) -> None:
-        whole = {word for word in words if word.strip()}
-        self._words = _any_of(whole)
+        distinct = {word for word in words if word.strip()}
+        self._words = _compile_words(distinct)
         # Some templates write the keys of a schema in angle brackets.
-        self._keys = _any_of(
-            whole | {word[1:-1] for word in whole if word[0] == "<" and not _TAG.fullmatch(word)}
+        self._keys = _compile_words(
+            distinct
+            | {word[1:-1] for word in distinct if word[0] == "<" and not _TAG.fullmatch(word)}
         )
         self._logged = False
 
-    def broken(self, value: Any) -> Any:
+    def escape(self, value: Any) -> Any:
         """Return a text, or maps and lists of texts, with all control words broken by a space.
 
         Raises RecursionError for values that are nested too deeply.
         """
         if isinstance(value, str):
-            return self._broken(self._words, value)
+            return self._escape_text(self._words, value)
         if isinstance(value, dict):
             return {
-                self._broken(self._keys, key) if isinstance(key, str) else key: self.broken(item)
+                self._escape_text(self._keys, key) if isinstance(key, str) else key: self.escape(
+                    item
+                )
                 for key, item in value.items()
             }
         if isinstance(value, list | tuple):
-            return self._joined([self.broken(item) for item in value])
+            return self._separate_parts([self.escape(item) for item in value])
         return value
 
-    def _joined(self, parts: list[Any]) -> list[Any]:
+    def _separate_parts(self, parts: list[Any]) -> list[Any]:
         """Return the parts of a content, separated by spaces if they would form a control word when
         a template joins them."""
         texts = [
@@ -720,16 +740,16 @@ class ControlWords:
             ]
         return parts
 
-    def _broken(self, words: re.Pattern[str] | None, text: str) -> str:
+    def _escape_text(self, words: re.Pattern[str] | None, text: str) -> str:
         """Return a text without matches of ``words``."""
-        while words is not None and (found := words.search(text)):
+        while words is not None and (word := words.search(text)):
             if not self._logged:
                 self._logged = True
                 _log.warning(
                     "a message holds %r, which controls the chat; the policy reads such words as "
                     "ordinary text, broken "
-                    "by a space (said once)",
-                    found[0],
+                    "by a space (logged once)",
+                    word[0],
                 )
             text = words.sub(
                 lambda match: f"{match[0][0]} {match[0][1:]}" if len(match[0]) > 1 else "", text
@@ -737,7 +757,7 @@ class ControlWords:
         return text
 
 
-def _any_of(words: Iterable[str]) -> re.Pattern[str] | None:
+def _compile_words(words: Iterable[str]) -> re.Pattern[str] | None:
     """Return a pattern that matches any of the words; None if there are none.
 
     Words are grouped by their beginnings for speed: some tokenizers have hundreds of words, and a
@@ -745,13 +765,13 @@ def _any_of(words: Iterable[str]) -> re.Pattern[str] | None:
     """
     tails: dict[str, list[str]] = {}
     for word in sorted(words, key=lambda word: (-len(word), word)):
-        tails.setdefault(word[:_HEAD], []).append(re.escape(word[_HEAD:]))
+        tails.setdefault(word[:_PREFIX_CHARS], []).append(re.escape(word[_PREFIX_CHARS:]))
     branches = [f"{re.escape(head)}(?:{'|'.join(rest)})" for head, rest in tails.items()]
     return re.compile("|".join(branches)) if branches else None
 
 
-_LEADING = re.compile(r"\s*<think>.*?</think>\n*", re.DOTALL)
-_OPENED_BEFORE = re.compile(r"(?:(?!<think>|<tool_call>).)*?</think>\n*", re.DOTALL)
+_LEADING_REASONING = re.compile(r"\s*<think>.*?</think>\n*", re.DOTALL)
+_REASONING_END = re.compile(r"(?:(?!<think>|<tool_call>).)*?</think>\n*", re.DOTALL)
 _OPEN_AT_END = re.compile(r"<think>\s*$")
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> text."""
@@ -761,24 +781,24 @@ Render = Callable[[list[dict[str, Any]]], str]
 """Messages -> text of the prompt."""
 
 
-def reasoning_end(text: str) -> int:
+def find_reasoning_end(text: str) -> int:
     """Return where the words of a turn start after its leading reasoning; 0 if it has no closed
     reasoning.
 
     The opening tag may be in the prompt. Line breaks after the closing tag belong to the reasoning.
     """
-    found = _LEADING.match(text) or _OPENED_BEFORE.match(text)
-    return found.end() if found else 0
+    match = _LEADING_REASONING.match(text) or _REASONING_END.match(text)
+    return match.end() if match else 0
 
 
-def open_tag_start(text: str) -> int:
+def find_open_tag(text: str) -> int:
     """Return where the opening tag of reasoning at the end of a prompt starts; the length of the
     text if there is none."""
-    found = _OPEN_AT_END.search(text)
-    return found.start() if found else len(text)
+    match = _OPEN_AT_END.search(text)
+    return match.start() if match else len(text)
 
 
-def boundary(ids: Sequence[int], decode: Decode, place: int) -> int | None:
+def find_token_boundary(ids: Sequence[int], decode: Decode, place: int) -> int | None:
     """Return how many of ``ids`` form the first ``place`` characters of their text; None if a token
     crosses that position."""
     low = 0
@@ -796,7 +816,7 @@ def boundary(ids: Sequence[int], decode: Decode, place: int) -> int | None:
     )
 
 
-def forgotten_turns(
+def find_forgotten_turns(
     render: Render, shape: Sequence[Sequence[str]], *, reads_key: bool, tool_calls: bool
 ) -> tuple[bool, ...]:
     """Return, for each policy turn, whether its reasoning is omitted from the prompt after the last
@@ -809,36 +829,36 @@ def forgotten_turns(
     messages: list[dict[str, Any]] = [{"role": role, "content": "words"} for role in shape[0]]
     for number, roles in enumerate(shape[1:]):
         calls = [
-            _call(number, place)
+            _probe_call(number, place)
             for place, role in enumerate(roles)
             if role == "tool" and tool_calls
         ]
-        thought = _thought(number)
-        said = (
-            {"content": "said", "reasoning_content": thought}
+        reasoning = _marked_reasoning(number)
+        turn = (
+            {"content": "said", "reasoning_content": reasoning}
             if reads_key
-            else {"content": _tagged(thought)}
+            else {"content": _add_think_tags(reasoning)}
         )
-        messages.append({"role": "assistant", **said, **({"tool_calls": calls} if calls else {})})
+        messages.append({"role": "assistant", **turn, **({"tool_calls": calls} if calls else {})})
         ids = iter(calls)
         for role in roles:
-            told = {"role": role, "content": "words"}
+            answer = {"role": role, "content": "words"}
             if role == "tool" and (call := next(ids, None)):
-                told |= {"tool_call_id": call["id"], "name": "tool"}
-            messages.append(told)
+                answer |= {"tool_call_id": call["id"], "name": "tool"}
+            messages.append(answer)
     text = render(messages)
-    return tuple(_thought(number) not in text for number in range(len(shape) - 1))
+    return tuple(_marked_reasoning(number) not in text for number in range(len(shape) - 1))
 
 
-def _thought(number: int) -> str:
+def _marked_reasoning(number: int) -> str:
     return f"thought{number}of0turn"
 
 
-def _tagged(thought: str) -> str:
-    return f"<think>\n{thought}\n</think>\n\nsaid"
+def _add_think_tags(reasoning: str) -> str:
+    return f"<think>\n{reasoning}\n</think>\n\nsaid"
 
 
-def _call(number: int, place: int) -> dict[str, Any]:
+def _probe_call(number: int, place: int) -> dict[str, Any]:
     function = {"name": "tool", "arguments": {}}
     return {
         "id": f"c{number % 10000:04d}{place % 10000:04d}",

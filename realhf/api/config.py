@@ -125,7 +125,7 @@ class LoraConfig:
         idle=_NO_ADAPTERS,
     )
 
-    def chosen(self) -> LoraConfig | None:
+    def if_enabled(self) -> LoraConfig | None:
         """Return a copy with plain values, or None if ``rank`` is 0, which disables the
         adapters."""
         return (
@@ -441,7 +441,7 @@ class GenConfig:
         on_resume="free",
     )
 
-    def truncations(self) -> list[str]:
+    def truncating_options(self) -> list[str]:
         """Return the options, as ``top_p=0.9``, that truncate the sampling distribution.
 
         Training rejects them because the trainer computes log-probabilities of the full
@@ -794,7 +794,7 @@ ADDRESS_WANTED = (
 """The remedy in error messages about an unusable address."""
 
 
-def no_address(text: str) -> bool:
+def is_invalid_address(text: str) -> bool:
     """Return whether a non-empty text cannot be an IPv4 address or a host name."""
     return bool(text) and (":" in text or "/" in text or text != text.strip())
 
@@ -845,7 +845,7 @@ class NetworkConfig:
                 f"master's host"
             )
         for option_name, text in (("bind", self.bind), ("advertise", self.advertise)):
-            if no_address(text):
+            if is_invalid_address(text):
                 yield f"{name}.{option_name}={text}: {ADDRESS_WANTED}"
 
 

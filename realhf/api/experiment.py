@@ -137,12 +137,12 @@ class MFCDef:
                 bool(stray_out),
                 f"output_key_remap yields keys it does not output: {', '.join(stray_out)}",
             ),
-            (_not_injective(self.input_key_remap), "input_key_remap maps two keys to one name"),
-            (_not_injective(self.output_key_remap), "output_key_remap maps two keys to one name"),
+            (_repeats_value(self.input_key_remap), "input_key_remap maps two keys to one name"),
+            (_repeats_value(self.output_key_remap), "output_key_remap maps two keys to one name"),
         ]
 
 
-def _not_injective(remap: Mapping[str, str]) -> bool:
+def _repeats_value(remap: Mapping[str, str]) -> bool:
     return len(set(remap.values())) != len(remap)
 
 
@@ -307,7 +307,7 @@ class EvaluationSpec:
     """Interval in steps between further evaluations; 0 for none."""
 
 
-def is_made(artifact: Path) -> bool:
+def artifact_exists(artifact: Path) -> bool:
     """Return whether an artifact exists: a file, or a folder that is not empty."""
     return next(artifact.iterdir(), None) is not None if artifact.is_dir() else artifact.exists()
 

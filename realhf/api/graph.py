@@ -231,28 +231,28 @@ def _name_problems(graph: DataFlowGraph) -> list[str]:
 
 def _producer_problems(graph: DataFlowGraph) -> list[str]:
     keys = {*graph.dataset_keys, *(key for mfc in graph.mfcs for key in mfc.output_keys)}
-    found = []
+    problems = []
     for key in sorted(keys):
         producers = graph.producers(key)
         if len(producers) > 1:
             names = " and ".join("the dataset" if p == DATASET else repr(p) for p in producers)
-            found.append(f"key {key!r} has {len(producers)} producers: {names}")
-    return found
+            problems.append(f"key {key!r} has {len(producers)} producers: {names}")
+    return problems
 
 
 def _input_problems(graph: DataFlowGraph) -> list[str]:
     known = sorted({*graph.dataset_keys, *(key for mfc in graph.mfcs for key in mfc.output_keys)})
-    found = []
+    problems = []
     for mfc in graph.mfcs:
         for key in mfc.input_keys:
             if graph.producers(key):
                 continue
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            found.append(
+            problems.append(
                 f"{mfc.name!r} needs key {key!r}, which no call and no dataset produces{hint}"
             )
-    return found
+    return problems
 
 
 def _cycles(graph: DataFlowGraph) -> list[str]:
@@ -273,7 +273,7 @@ def _role_problems(graph: DataFlowGraph, roles: Collection[str] | None) -> list[
 
 
 def _output_problems(graph: DataFlowGraph) -> list[str]:
-    found = []
+    problems = []
     for mfc in graph.mfcs:
         if mfc.interface_type.produces_keys:
             continue
@@ -281,10 +281,10 @@ def _output_problems(graph: DataFlowGraph) -> list[str]:
             readers = ", ".join(repr(name) for name in graph.consumers(key))
             if readers:
                 method = mfc.interface_type.value
-                found.append(
+                problems.append(
                     f"{mfc.name!r} is a {method} and cannot produce key {key!r}, read by {readers}"
                 )
-    return found
+    return problems
 
 
 def _count_problems(graph: DataFlowGraph) -> list[str]:

@@ -34,9 +34,9 @@ ROLES = ("system", "user", "assistant", "tool")
 """Roles of messages."""
 ANSWERING_ROLES = ("system", "user", "tool")
 """Roles in an environment's answer to a turn; assistant messages come from the policy only."""
-_OF_ASSISTANT = ("tool_calls", "reasoning_content", "train")
+_ASSISTANT_KEYS = ("tool_calls", "reasoning_content", "train")
 """Keys that only an assistant's message may have."""
-_INSTEAD = {
+_FOREIGN_KEYS = {
     "weight": "train (true or false)",
     "reasoning": "reasoning_content",
     "thinking": "reasoning_content",
@@ -46,7 +46,7 @@ _INSTEAD = {
 instead."""
 
 
-def message_problems(found: Any, what: str, roles: Sequence[str] = ROLES) -> Iterator[str]:
+def message_problems(messages: Any, what: str, roles: Sequence[str] = ROLES) -> Iterator[str]:
     """Yield a sentence, beginning with ``what``, for each invalid message.
 
     A message is JSON with a known role and a text as content, which may be null or missing only if
@@ -57,10 +57,10 @@ def message_problems(found: Any, what: str, roles: Sequence[str] = ROLES) -> Ite
 
     roles: the roles that a message about an invalid role suggests.
     """
-    if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Sequence):
-        yield f"{what} must be a list of messages, not {format_value(found)}"
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        yield f"{what} must be a list of messages, not {format_value(messages)}"
         return
-    for number, message in enumerate(found):
+    for number, message in enumerate(messages):
         if problem := _message_problem(message, roles):
             yield f"{what}[{number}]{problem}"
 
@@ -84,18 +84,18 @@ def _message_problem(message: Any, roles: Sequence[str]) -> str:
 
 def _optional_problem(message: Mapping[str, Any]) -> str:
     """Return what is wrong with the optional keys of a message; "" if they are valid."""
-    given = {key: value for key, value in message.items() if value is not None}
-    if given.get("tool_calls") == []:
-        del given["tool_calls"]
-    for key in _OF_ASSISTANT:
-        if key in given and message["role"] != "assistant":
+    present = {key: value for key, value in message.items() if value is not None}
+    if present.get("tool_calls") == []:
+        del present["tool_calls"]
+    for key in _ASSISTANT_KEYS:
+        if key in present and message["role"] != "assistant":
             return f"{key} is for messages of the role assistant, not {message['role']}"
     for key in ("name", "tool_call_id", "reasoning_content"):
-        if key in given and not isinstance(given[key], str):
-            return f"{key} must be text, not {format_value(given[key])}"
-    if "train" in given and not isinstance(given["train"], bool):
-        return f"train must be true or false, not {format_value(given['train'])}"
-    return _calls_problem(given["tool_calls"]) if "tool_calls" in given else ""
+        if key in present and not isinstance(present[key], str):
+            return f"{key} must be text, not {format_value(present[key])}"
+    if "train" in present and not isinstance(present["train"], bool):
+        return f"train must be true or false, not {format_value(present['train'])}"
+    return _calls_problem(present["tool_calls"]) if "tool_calls" in present else ""
 
 
 def _calls_problem(calls: Any) -> str:
@@ -110,23 +110,23 @@ def _calls_problem(calls: Any) -> str:
         ):
             form = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
             return f"tool_calls[{number}] must be {form}, not {format_value(call)}"
-        if not _are_arguments(function.get("arguments")):
-            given = format_value(function.get("arguments"))
-            return f"tool_calls[{number}].arguments must be an object or its JSON text, not {given}"
+        if not _is_json_object(function.get("arguments")):
+            shown = format_value(function.get("arguments"))
+            return f"tool_calls[{number}].arguments must be an object or its JSON text, not {shown}"
     return ""
 
 
-def _are_arguments(given: Any) -> bool:
+def _is_json_object(value: Any) -> bool:
     """Return whether a value is a map or the JSON text of an object."""
-    if not isinstance(given, str):
-        return isinstance(given, Mapping)
+    if not isinstance(value, str):
+        return isinstance(value, Mapping)
     try:
-        return isinstance(json.loads(given), dict)
+        return isinstance(json.loads(value), dict)
     except (ValueError, RecursionError):
         return False
 
 
-def silence(messages: Sequence[Mapping[str, Any]]) -> str:
+def find_missing_request(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return why valid messages do not ask the policy for anything, as the end of a sentence; "" if
     they do.
 
@@ -134,14 +134,14 @@ def silence(messages: Sequence[Mapping[str, Any]]) -> str:
     """
     if not messages:
         return "has no message"
-    if any(_says(message) for message in messages if message["role"] != "system"):
+    if any(_has_content(message) for message in messages if message["role"] != "system"):
         return ""
     if all(message["role"] == "system" for message in messages):
-        return "has only a system message: the policy is asked nothing"
-    return "is blank: the policy is asked nothing"
+        return "has only a system message, so it asks the policy nothing"
+    return "is blank, so it asks the policy nothing"
 
 
-def _says(message: Mapping[str, Any]) -> bool:
+def _has_content(message: Mapping[str, Any]) -> bool:
     """Return whether a message has text or calls."""
     return bool((message.get("content") or "").strip() or message.get("tool_calls"))
 
@@ -164,7 +164,7 @@ def demonstration_problems(row: Mapping[str, Any]) -> Iterator[str]:
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns or turns[0] == 0:
         yield "messages: a demonstration opens with messages that an assistant answers"
-    elif problem := silence(messages[: turns[0]]):
+    elif problem := find_missing_request(messages[: turns[0]]):
         yield f"messages: the opening {problem}"
     for number in turns:
         yield from (
@@ -175,11 +175,11 @@ def demonstration_problems(row: Mapping[str, Any]) -> Iterator[str]:
 def _turn_problems(turn: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with a demonstrated turn: keys that would be ignored, and empty turns,
     which would train the policy to say nothing."""
-    for key, instead in _INSTEAD.items():
+    for key, instead in _FOREIGN_KEYS.items():
         if turn.get(key) is not None:
             yield f"{key} is not read here; write {instead}"
     if turn.get("train") is not False and not (
-        _says(turn) or (turn.get("reasoning_content") or "").strip()
+        _has_content(turn) or (turn.get("reasoning_content") or "").strip()
     ):
         yield (
             "the turn is empty and would train the policy to say nothing; leave it out, or write "
@@ -187,13 +187,13 @@ def _turn_problems(turn: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def tool_problems(found: Any, what: str = "tools") -> Iterator[str]:
+def tool_problems(tools: Any, what: str = "tools") -> Iterator[str]:
     """Yield a sentence, beginning with ``what``, for each invalid schema of a tool. A schema is
     JSON with a name."""
-    if not isinstance(found, (list, tuple)):
-        yield f"{what} must be a list of JSON schemas, not {format_value(found)}"
+    if not isinstance(tools, (list, tuple)):
+        yield f"{what} must be a list of JSON schemas, not {format_value(tools)}"
         return
-    for number, tool in enumerate(found):
+    for number, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if (
             not isinstance(function, Mapping)

@@ -333,9 +333,9 @@ class Model:
 class EpisodeCount:
     """Number of episodes of a call that plays. Other threads read it during the call."""
 
-    over: int = 0
+    finished: int = 0
     """Finished episodes."""
-    wanted: int = 0
+    total: int = 0
     """All episodes."""
 
 

@@ -247,7 +247,7 @@ def _find_problem(named: NamedOption, known: Callable[[str], Iterable[str]] | No
         if item is None or isinstance(item, (bool, Enum, Mapping)):
             continue
         if item in option.retired:
-            return f"{name}={item}: is gone; {option.retired[item]} (known: {', '.join(allowed)})"
+            return f"{name}={item}: is no longer supported; {option.retired[item]} (known: {', '.join(allowed)})"
         if (
             allowed
             and item not in allowed

@@ -30,7 +30,7 @@ class CollectiveBroken(RuntimeError):
     slow."""
 
 
-class HeldInParts(RuntimeError):
+class WeightsNotGathered(RuntimeError):
     """The weights of a sharded model are needed whole, but were not gathered on this rank."""
 
 
@@ -79,18 +79,18 @@ class Parallel:
         return self.dp * self.fsdp
 
 
-def parallel_of(role: str, config: ModelConfig) -> Parallel:
+def resolve_parallel(role: str, config: ModelConfig) -> Parallel:
     """Return how the workers of ``role`` train together.
 
     Raises ConfigError for invalid options: a backend for one worker with several workers, or sizes
     whose product is not the number of workers.
     """
     workers = len(config.workers)
-    asked = config.parallel
+    sizes = config.parallel
     backend = config.backend
-    if asked.tp > 1:
+    if sizes.tp > 1:
         raise ConfigError(
-            f"{role}.parallel.tp={asked.tp}: no backend cuts layers; set 1, and cut the model with "
+            f"{role}.parallel.tp={sizes.tp}: no backend cuts layers; set 1, and cut the model with "
             f"fsdp"
         )
     if config.compile and config.lora.rank:
@@ -104,18 +104,18 @@ def parallel_of(role: str, config: ModelConfig) -> Parallel:
             f"compile them"
         )
     if backend == SINGLE:
-        return _single(role, config)
-    if backend == REPLICATED and asked.fsdp > 1:
+        return _single_worker_sizes(role, config)
+    if backend == REPLICATED and sizes.fsdp > 1:
         raise ConfigError(
-            f"{role}.parallel.fsdp={asked.fsdp}: backend {REPLICATED} keeps whole copies; set "
+            f"{role}.parallel.fsdp={sizes.fsdp}: backend {REPLICATED} keeps whole copies; set "
             f"{role}.backend={SHARDED}"
         )
-    if backend == SHARDED and asked.fsdp == 0:
-        dp = asked.dp or 1
+    if backend == SHARDED and sizes.fsdp == 0:
+        dp = sizes.dp or 1
         fsdp = max(1, workers // dp)
     else:
-        fsdp = asked.fsdp or 1
-        dp = asked.dp or max(1, workers // fsdp)
+        fsdp = sizes.fsdp or 1
+        dp = sizes.dp or max(1, workers // fsdp)
     if dp * fsdp != workers:
         raise ConfigError(
             f"{role}.parallel: dp={dp} times fsdp={fsdp} needs {dp * fsdp} workers, "
@@ -125,11 +125,11 @@ def parallel_of(role: str, config: ModelConfig) -> Parallel:
     return Parallel(dp, fsdp)
 
 
-def _single(role: str, config: ModelConfig) -> Parallel:
+def _single_worker_sizes(role: str, config: ModelConfig) -> Parallel:
     """Return the sizes for a backend of one worker. Raises ConfigError for options that need
     more."""
-    asked = config.parallel
-    for name, size in (("dp", asked.dp), ("fsdp", asked.fsdp)):
+    sizes = config.parallel
+    for name, size in (("dp", sizes.dp), ("fsdp", sizes.fsdp)):
         if size > 1:
             better = REPLICATED if name == "dp" else SHARDED
             raise ConfigError(
@@ -146,7 +146,7 @@ def _single(role: str, config: ModelConfig) -> Parallel:
     return Parallel()
 
 
-def alone(backend: str) -> str:
+def untrained_backend(backend: str) -> str:
     """Return the backend for a role that shares its model with a role of ``backend`` and is not
     trained.
 

@@ -22,7 +22,7 @@ MODIFIED = "-modified"
 ENDING = ".passport.json"
 """Suffix of the file names of passports."""
 _NONE = "this environment has no passport: nobody has measured which wrong plays it pays"
-_LARGEST = 1 << 20
+_MAX_BYTES = 1 << 20
 """Maximum size of a passport file in bytes."""
 
 
@@ -84,17 +84,17 @@ class Passport:
 
     def line(self) -> str:
         """Return the passport as one line of text."""
-        all_of = sum(self.kinds.values(), Counts())
-        told = [
+        total = sum(self.kinds.values(), Counts())
+        rates = [
             f"of {number:,} {what} plays {bad:,} {fate} ({_percent(bad, number)})"
             for number, what, bad, fate in (
-                (all_of.wrong, "wrong", all_of.paid, "were paid"),
-                (all_of.right, "right", all_of.refused, "were refused"),
+                (total.wrong, "wrong", total.paid, "were paid"),
+                (total.right, "right", total.refused, "were refused"),
             )
         ]
         short = self.commit[:8] + (MODIFIED if self.commit.endswith(MODIFIED) else "")
         commit = f", commit {short}" if self.commit else ""
-        return f"{self.environment}: {', '.join(told)}; {self.date}{commit}"
+        return f"{self.environment}: {', '.join(rates)}; {self.date}{commit}"
 
 
 def _percent(number: int, of: int) -> str:
@@ -111,24 +111,24 @@ def read_passport(file: Path) -> Passport | None:
     Raises ValueError for a file with other contents, and OSError.
     """
     try:
-        with file.open("rb") as opened:
-            text = opened.read(_LARGEST)
+        with file.open("rb") as stream:
+            text = stream.read(_MAX_BYTES)
     except FileNotFoundError:
         return None
     try:
-        found = json.loads(text)
+        content = json.loads(text)
         names = ("wrong", "paid", "right", "refused")
         kinds = {
-            str(name): Counts(*(int(counts[one]) for one in names))
-            for name, counts in found["kinds"].items()
+            str(name): Counts(*(int(counts[key]) for key in names))
+            for name, counts in content["kinds"].items()
         }
-        about = {name: str(found[name]) for name in ("environment", "command", "date", "commit")}
+        about = {name: str(content[name]) for name in ("environment", "command", "date", "commit")}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} holds no passport: {type(error).__name__}: {error}") from None
     return Passport(**about, kinds=kinds)
 
 
-def told(file: Path) -> str:
+def describe_passport(file: Path) -> str:
     """Return the passport in a file as one line of text, or a line that says why there is none."""
     try:
         passport = read_passport(file)

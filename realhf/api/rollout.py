@@ -120,7 +120,7 @@ class PlayedTurn:
     """Text of the environment's answer."""
     reward: float
     """Reward of the turn."""
-    said: AssistantMessage | None = field(default=None, compare=False)
+    policy_turn: AssistantMessage | None = field(default=None, compare=False)
     """The policy's turn as a parsed message."""
     messages: Sequence[ChatMessage] = field(default=(), compare=False)
     """Messages of the environment's answer."""

@@ -51,7 +51,9 @@ class Lengths:
     def of(nested: Sequence[Sequence[int]]) -> Lengths:
         """Build lengths from nested lists: for each sample, the lengths of its sequences."""
         flat = np.array([int(length) for inner in nested for length in inner], dtype=np.int64)
-        return Lengths(flat, _cumulated(np.array([len(inner) for inner in nested], dtype=np.int64)))
+        return Lengths(
+            flat, _cumulative_sums(np.array([len(inner) for inner in nested], dtype=np.int64))
+        )
 
     @staticmethod
     def join(parts: Sequence[Lengths]) -> Lengths:
@@ -61,7 +63,7 @@ class Lengths:
             counts = np.array([len(column) for column in values], dtype=np.int64)
         else:
             counts = np.concatenate([np.diff(part.offsets) for part in parts])
-        return Lengths(np.concatenate(values), _cumulated(counts))
+        return Lengths(np.concatenate(values), _cumulative_sums(counts))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Lengths):
@@ -82,38 +84,38 @@ class Lengths:
 
     def total(self) -> int:
         """Return the number of rows of the packed tensor."""
-        return int(self.cumulated()[-1])
+        return int(self.row_offsets()[-1])
 
-    def cumulated(self) -> IntArray:
+    def row_offsets(self) -> IntArray:
         """Return the first row of every sequence, followed by the total: int64 (n sequences +
         1,)."""
         if self._rows is None:
-            self._rows = _cumulated(self.values)
+            self._rows = _cumulative_sums(self.values)
         return self._rows
 
     def rows(self) -> IntArray:
         """Return the first row of every sample, followed by the total: int64 (n samples + 1,)."""
-        return self.cumulated()[self.offsets]
+        return self.row_offsets()[self.offsets]
 
     def take(self, samples: IntArray) -> Lengths:
         """Return the lengths of the samples at these positions."""
         starts = self.offsets[samples]
         counts = self.offsets[samples + 1] - starts
-        return Lengths(self.values[ranges(starts, counts)], _cumulated(counts))
+        return Lengths(self.values[ranges(starts, counts)], _cumulative_sums(counts))
 
     def take_rows(self, samples: IntArray) -> IntArray:
         """Return the row numbers of the samples at these positions, in their order."""
-        starts = self.cumulated()[self.offsets[samples]]
-        return ranges(starts, self.cumulated()[self.offsets[samples + 1]] - starts)
+        starts = self.row_offsets()[self.offsets[samples]]
+        return ranges(starts, self.row_offsets()[self.offsets[samples + 1]] - starts)
 
     def row_span(self, first: int, last: int) -> tuple[int, int]:
         """Return the first row, and the row after the last, of the samples ``first`` to ``last``
         inclusive."""
-        rows = self.cumulated()
+        rows = self.row_offsets()
         return int(rows[self.offsets[first]]), int(rows[self.offsets[last + 1]])
 
 
-def joined_lengths(parts: Sequence[Mapping[str, Lengths]]) -> dict[str, Lengths]:
+def join_lengths(parts: Sequence[Mapping[str, Lengths]]) -> dict[str, Lengths]:
     """Concatenate the lengths of every key over all parts.
 
     Keys that share a lengths object in every part share one in the result.
@@ -136,7 +138,7 @@ def ranges(starts: IntArray, counts: IntArray) -> IntArray:
     return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
 
 
-def _cumulated(values: IntArray) -> IntArray:
+def _cumulative_sums(values: IntArray) -> IntArray:
     """Return 0 followed by the cumulative sums, int64 (n + 1,)."""
     out = np.zeros(len(values) + 1, dtype=np.int64)
     np.cumsum(values, out=out[1:])
@@ -232,7 +234,7 @@ class SequenceSample:
         data: Mapping[str, Tensor] | None = None,
         metadata: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
-        self._ids = _checked_ids(ids)
+        self._ids = _check_ids(ids)
         for name, mapping in (
             ("dtypes", dtypes),
             ("trailing_shapes", trailing_shapes),
@@ -274,7 +276,7 @@ class SequenceSample:
         """Build a sample from flat lengths, which the decoder provides, with the same validation as
         the constructor."""
         self = cls._build(
-            _checked_ids(ids), dict(lengths), dict(dtypes), dict(trailing_shapes), None, {}
+            _check_ids(ids), dict(lengths), dict(dtypes), dict(trailing_shapes), None, {}
         )
         self._data = None if data is None else dict(data)
         self._metadata = {k: list(v) for k, v in metadata.items()}
@@ -378,9 +380,9 @@ class SequenceSample:
 
     def lengths(self, key: str) -> Lengths:
         """Return the flat lengths of a key. Raises KeyError if the sample does not have it."""
-        return self._lengths[self._known(key)]
+        return self._lengths[self._check_key(key)]
 
-    def _known(self, key: str) -> str:
+    def _check_key(self, key: str) -> str:
         """Return the key. Raises KeyError if the sample does not have it."""
         if key not in self._lengths:
             raise KeyError(f"sample has no key {key!r}; it has {sorted(self._lengths)}")
@@ -391,7 +393,7 @@ class SequenceSample:
 
     def __getitem__(self, key: str) -> Tensor:
         """Return the packed tensor of a key. Raises ValueError for a metadata-only sample."""
-        self._known(key)
+        self._check_key(key)
         if self._data is None:
             raise ValueError(f"sample holds metadata only: no data for key {key!r}")
         return self._data[key]
@@ -453,14 +455,14 @@ class SequenceSample:
 
     def select(self, keys: Iterable[str]) -> SequenceSample:
         """Keep only these keys. Raises KeyError for a key that is absent."""
-        names = sorted({self._known(key) for key in keys})
+        names = sorted({self._check_key(key) for key in keys})
         return self._with_keys({name: name for name in names})
 
     def remap_keys(self, mapping: Mapping[str, str]) -> SequenceSample:
         """Rename keys (old -> new). Raises DuplicateKeyError if two keys would have the same
         name."""
         for key in mapping:
-            self._known(key)
+            self._check_key(key)
         targets = {key: mapping.get(key, key) for key in self._lengths}
         if len(set(targets.values())) != len(targets):
             raise DuplicateKeyError(f"renaming {dict(mapping)} gives two keys the same name")
@@ -491,10 +493,10 @@ class SequenceSample:
         data = None
         if self._data is not None:
             data = {k: take_rows(t, self._lengths[k], positions) for k, t in self._data.items()}
-        taken = {id(lengths): lengths.take(positions) for lengths in self._distinct_lengths()}
+        by_identity = {id(lengths): lengths.take(positions) for lengths in self._distinct_lengths()}
         return self._build(
             tuple(self._ids[i] for i in positions),
-            {k: taken[id(lengths)] for k, lengths in self._lengths.items()},
+            {k: by_identity[id(lengths)] for k, lengths in self._lengths.items()},
             self._dtypes,
             self._trailing,
             data,
@@ -577,13 +579,13 @@ class SequenceSample:
                     f"parts disagree in metadata: {sorted(set(part._metadata) ^ shared)}"
                 )
             shared &= set(part._metadata)
-        ids = _checked_ids([i for part in parts for i in part._ids])
+        ids = _check_ids([i for part in parts for i in part._ids])
         data = (
             None
             if first._data is None
             else {k: join_rows([p[k] for p in parts]) for k in first._data}
         )
-        lengths = joined_lengths([p._lengths for p in parts])
+        lengths = join_lengths([p._lengths for p in parts])
         metadata = {
             k: [x for p in parts for x in p._metadata[k]] for k in first._metadata if k in shared
         }
@@ -598,7 +600,7 @@ class SequenceSample:
         return self.sample_tokens(longest).tolist()
 
 
-def _checked_ids(ids: Sequence[Any]) -> tuple[str, ...]:
+def _check_ids(ids: Sequence[Any]) -> tuple[str, ...]:
     """Return the ids as strings. Raises ValueError if there are none, or for an id that repeats or
     is too long."""
     out = tuple(str(i) for i in ids)
@@ -634,17 +636,17 @@ def choose_sequences(sample: SequenceSample, keep: Bools) -> SequenceSample | No
     tensors: dict[str, Tensor] = {}
     lengths: dict[str, Lengths] = {}
     for key in sorted(sample.keys):
-        held = sample.lengths(key)
-        if np.array_equal(held.offsets, offsets):
-            chosen = keep
-            bounds = ends
-        elif len(held.values) == len(sample) and (np.diff(held.offsets) == 1).all():
-            chosen = member
-            bounds = np.arange(int(member.sum()) + 1, dtype=np.int64)
+        key_lengths = sample.lengths(key)
+        if np.array_equal(key_lengths.offsets, offsets):
+            kept_entries = keep
+            new_offsets = ends
+        elif len(key_lengths.values) == len(sample) and (np.diff(key_lengths.offsets) == 1).all():
+            kept_entries = member
+            new_offsets = np.arange(int(member.sum()) + 1, dtype=np.int64)
         else:
             raise ValueError(f"key {key!r} does not have one length per sequence")
-        tensors[key] = _rows(sample[key], np.repeat(chosen, held.values))
-        lengths[key] = Lengths(held.values[chosen], bounds)
+        tensors[key] = _select_rows(sample[key], np.repeat(kept_entries, key_lengths.values))
+        lengths[key] = Lengths(key_lengths.values[kept_entries], new_offsets)
     where = np.flatnonzero(member).tolist()
     return SequenceSample.from_lengths(
         [sample.ids[i] for i in where],
@@ -656,7 +658,7 @@ def choose_sequences(sample: SequenceSample, keep: Bools) -> SequenceSample | No
     )
 
 
-def _rows(packed: Tensor, chosen: Bools) -> Tensor:
+def _select_rows(packed: Tensor, chosen: Bools) -> Tensor:
     import torch
 
     return packed if chosen.all() else packed[torch.from_numpy(chosen).to(packed.device)]

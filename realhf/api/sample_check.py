@@ -24,10 +24,10 @@ def check_standard_keys(sample: SequenceSample) -> None:
     dtypes = sample.dtypes
     shapes = sample.trailing_shapes
     for spec in present:
-        if (found := (dtypes[spec.name], shapes[spec.name])) != (spec.dtype, spec.trailing):
+        if (actual := (dtypes[spec.name], shapes[spec.name])) != (spec.dtype, spec.trailing):
             raise ValueError(
-                f"{spec.name} of sample {sample.ids[0]!r} is {_named(*found)}, not "
-                f"{_named(spec.dtype, spec.trailing)}"
+                f"{spec.name} of sample {sample.ids[0]!r} is {_describe_type(*actual)}, not "
+                f"{_describe_type(spec.dtype, spec.trailing)}"
             )
     counted = [spec for spec in present if spec.rule != "free"]
     if not counted:
@@ -36,15 +36,17 @@ def check_standard_keys(sample: SequenceSample) -> None:
     leader = TOKENS if with_tokens else counted[0].name
     reference = sample.lengths(leader)
     for spec in counted:
-        expected = _expected(spec, reference.values) if with_tokens or spec.rule == "1" else None
+        expected = (
+            _expected_lengths(spec, reference.values) if with_tokens or spec.rule == "1" else None
+        )
         _check_lengths(sample, spec, leader, reference, expected)
 
 
-def _named(dtype: str, trailing: tuple[int, ...]) -> str:
+def _describe_type(dtype: str, trailing: tuple[int, ...]) -> str:
     return f"{dtype} of shape {list(trailing)}" if trailing else dtype
 
 
-def _expected(spec: KeySpec, tokens: IntArray) -> IntArray:
+def _expected_lengths(spec: KeySpec, tokens: IntArray) -> IntArray:
     """Return the number of entries of each sequence, given its number of tokens."""
     if spec.rule == "1":
         return np.ones_like(tokens)

@@ -53,7 +53,7 @@ class SampleResult:
     """Rewards of the valid branches of all rollouts, which an agent may assess separately."""
 
     @staticmethod
-    def of(id: str, metadata: Mapping[str, Any]) -> SampleResult:
+    def from_metadata(id: str, metadata: Mapping[str, Any]) -> SampleResult:
         """Build the result from the metadata of a sample, in which ``rewards``, ``achieved`` and
         ``branch_rewards`` are JSON."""
         own = dict(metadata)
@@ -85,15 +85,15 @@ class GroupSignal:
     k: int = 1
     """Size of the subsets whose best rewards are compared."""
 
-    def of(self, result: SampleResult) -> bool:
+    def has_signal(self, result: SampleResult) -> bool:
         """Return whether the group with this result gives a learning signal."""
-        found = [reward for reward in result.rewards if reward is not None]
+        rewards = [reward for reward in result.rewards if reward is not None]
         low = -np.inf if self.low is None else self.low
         high = np.inf if self.high is None else self.high
-        if len(found) < self.least or len(found) <= self.k:
+        if len(rewards) < self.least or len(rewards) <= self.k:
             return False
         ordered = np.sort(
-            np.clip(np.array([*found, *result.branch_rewards], np.float32), low, high)
+            np.clip(np.array([*rewards, *result.branch_rewards], np.float32), low, high)
         )
         return bool(ordered[self.k - 1] != ordered[-1])
 

@@ -28,11 +28,13 @@ so that calls remain text.
 """
 AUTO = "auto"
 """Value of an option that leaves the choice among ``FAMILIES`` to the chat template."""
-_SET_HERE = frozenset({"messages", "add_generation_prompt", "tokenize", "chat_template", "tools"})
+_RESERVED_VARIABLES = frozenset(
+    {"messages", "add_generation_prompt", "tokenize", "chat_template", "tools"}
+)
 """Variables of the chat template that are set at every rendering."""
 
 
-def family_of(template: str) -> str:
+def detect_family(template: str) -> str:
     """Return the syntax in ``FAMILIES`` that a chat template asks for; "plain" if it asks for none
     of the others."""
     if "<tool_call>" in template:
@@ -42,36 +44,36 @@ def family_of(template: str) -> str:
     return PLAIN
 
 
-def reads_tools(template: str) -> bool:
+def template_reads_tools(template: str) -> bool:
     """Return whether a chat template reads the schemas of tools."""
     return bool(re.search(r"\btools\b", template))
 
 
-def unread_variables(template: str, names: Iterable[str]) -> list[str]:
+def find_unread_variables(template: str, names: Iterable[str]) -> list[str]:
     """Return the names that do not occur in a chat template, or that are set at every rendering
     anyway."""
     return [
         name
         for name in names
-        if name in _SET_HERE or not re.search(rf"\b{re.escape(name)}\b", template)
+        if name in _RESERVED_VARIABLES or not re.search(rf"\b{re.escape(name)}\b", template)
     ]
 
 
 MAX_CALLS = 64
 """Maximum number of calls in a turn."""
 _THINK = "<think>"
-_THOUGHT = "</think>"
-_OPEN = "<tool_call>"
-_CLOSE = "</tool_call>"
+_THINK_END = "</think>"
+_CALL_START = "<tool_call>"
+_CALL_END = "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _TAG = re.compile(r"</?think>|<tool_call>")
 """Tags outside of calls, for families that mark calls with tags."""
 _THINK_TAG = re.compile(r"</?think>")
 """Tags of reasoning."""
-_BROKEN_END = re.compile(r"</tool_call>|(?=<tool_call>|</?think>)")
+_MALFORMED_END = re.compile(r"</tool_call>|(?=<tool_call>|</?think>)")
 """End of a malformed call: its closing tag, or the start of the next tag."""
 _SPACE = re.compile(r"\s*")
-_BEGUN_CALL = re.compile(r'\{\s*("(name|parameters|type)"|$)')
+_LLAMA_CALL_START = re.compile(r'\{\s*("(name|parameters|type)"|$)')
 """Start of a JSON object that looks like a call of Llama."""
 _Read = Callable[[str, int, int], tuple[list[ToolCall], int]]
 """Parser of one call: (text, position after the opening tag, number of previous calls) -> (calls,
@@ -94,55 +96,55 @@ def parse_turn(
     """
     if family == LLAMA:
         reasoning = ""
-        (content, calls) = _llama_calls(text)
+        (content, calls) = _parse_llama_calls(text)
         if not calls or any(call.problem for call in calls):
-            reasoning, content, _ = _scan(text, None)
-            content, calls = _llama_calls(content)
+            reasoning, content, _ = _parse_tags(text, None)
+            content, calls = _parse_llama_calls(content)
     else:
         reader = {HERMES: _read_hermes, XML: partial(_read_xml, tools=tools)}.get(family)
-        reasoning, content, calls = _scan(text, reader)
+        reasoning, content, calls = _parse_tags(text, reader)
     return AssistantMessage(content, tuple(calls), reasoning, text, token_count)
 
 
-def _scan(text: str, read: _Read | None) -> tuple[str, str, list[ToolCall]]:
+def _parse_tags(text: str, read: _Read | None) -> tuple[str, str, list[ToolCall]]:
     """Return (reasoning, content, calls) of a turn. ``read`` parses a call; None: there are no
     calls."""
     tag = _TAG if read else _THINK_TAG
-    found = tag.search(text)
-    if found is None:
+    match = tag.search(text)
+    if match is None:
         return "", text, []
     thoughts: list[str] = []
-    said: list[str] = []
+    words: list[str] = []
     calls: list[ToolCall] = []
-    place = swallowed = 0
-    while found is not None:
-        said.append(text[place : found.start()])
-        place = found.end()
-        if found[0] == _THINK:
-            end = text.find(_THOUGHT, place)
+    place = reasoning_end = 0
+    while match is not None:
+        words.append(text[place : match.start()])
+        place = match.end()
+        if match[0] == _THINK:
+            end = text.find(_THINK_END, place)
             thoughts.append(text[place:] if end < 0 else text[place:end])
-            place = len(text) if end < 0 else end + len(_THOUGHT)
-        elif found[0] == _THOUGHT:
+            place = len(text) if end < 0 else end + len(_THINK_END)
+        elif match[0] == _THINK_END:
             thoughts = []
-            said = []
+            words = []
             calls = []
-            swallowed = found.start()
+            reasoning_end = match.start()
         elif len(calls) >= MAX_CALLS:
             calls.append(
-                broken_call(
-                    f"a turn has at most {MAX_CALLS} calls", text[found.start() :], len(calls)
+                malformed_call(
+                    f"a turn has at most {MAX_CALLS} calls", text[match.start() :], len(calls)
                 )
             )
             place = len(text)
         elif read is not None:
-            more, place = read(text, place, len(calls))
-            calls += more
-        found = tag.search(text, place)
-    said.append(text[place:])
-    thoughts = [text[:swallowed], *thoughts]
+            read_calls, place = read(text, place, len(calls))
+            calls += read_calls
+        match = tag.search(text, place)
+    words.append(text[place:])
+    thoughts = [text[:reasoning_end], *thoughts]
     return (
         "\n".join(filter(None, (thought.strip() for thought in thoughts))),
-        "".join(said).strip(),
+        "".join(words).strip(),
         calls,
     )
 
@@ -150,21 +152,21 @@ def _scan(text: str, read: _Read | None) -> tuple[str, str, list[ToolCall]]:
 def _read_hermes(text: str, start: int, number: int) -> tuple[list[ToolCall], int]:
     """Parse a call, or a list of calls, in JSON; see ``_Read``."""
     try:
-        value, end = read_json(text, _after_space(text, start))
-        end = _after_space(text, end)
-        if not text.startswith(_CLOSE, end):
-            raise CallProblem(f"{_CLOSE} does not follow the JSON of a call")
+        value, end = read_json(text, _skip_space(text, start))
+        end = _skip_space(text, end)
+        if not text.startswith(_CALL_END, end):
+            raise CallProblem(f"{_CALL_END} does not follow the JSON of a call")
     except CallProblem as error:
-        return _broken(str(error), text, start, number)
-    place = end + len(_CLOSE)
-    written = text[start - len(_OPEN) : place]
+        return _read_malformed_call(str(error), text, start, number)
+    place = end + len(_CALL_END)
+    source = text[start - len(_CALL_START) : place]
     values = value if isinstance(value, list) and value else [value]
     calls = [
-        call_of(item, written, position, arguments_key="arguments")
+        build_call(item, source, position, arguments_key="arguments")
         for position, item in enumerate(values[: MAX_CALLS - number], number)
     ]
     if number + len(values) > MAX_CALLS:
-        calls.append(broken_call(f"a turn has at most {MAX_CALLS} calls", written, MAX_CALLS))
+        calls.append(malformed_call(f"a turn has at most {MAX_CALLS} calls", source, MAX_CALLS))
     return calls, place
 
 
@@ -175,31 +177,33 @@ def _read_xml(
     try:
         name, arguments, end = read_xml_call(text, start, tools)
     except CallProblem as error:
-        return _broken(str(error), text, start, number)
-    call = call_of(
+        return _read_malformed_call(str(error), text, start, number)
+    call = build_call(
         {"name": name, "arguments": arguments},
-        text[start - len(_OPEN) : end],
+        text[start - len(_CALL_START) : end],
         number,
         arguments_key="arguments",
     )
     return [call], end
 
 
-def _broken(problem: str, text: str, start: int, number: int) -> tuple[list[ToolCall], int]:
+def _read_malformed_call(
+    problem: str, text: str, start: int, number: int
+) -> tuple[list[ToolCall], int]:
     """Return a malformed call that extends to its closing tag or the next tag; see ``_Read``."""
-    end = _BROKEN_END.search(text, start)
-    if end is None or end[0] != _CLOSE:
-        problem = f"{_CLOSE} is missing ({problem})"
+    end = _MALFORMED_END.search(text, start)
+    if end is None or end[0] != _CALL_END:
+        problem = f"{_CALL_END} is missing ({problem})"
     place = end.end() if end else len(text)
-    return [broken_call(problem, text[start - len(_OPEN) : place], number)], place
+    return [malformed_call(problem, text[start - len(_CALL_START) : place], number)], place
 
 
-def _llama_calls(content: str) -> tuple[str, list[ToolCall]]:
+def _parse_llama_calls(content: str) -> tuple[str, list[ToolCall]]:
     """Return (content, calls) of a turn, of which one is empty; several calls are separated by
     semicolons."""
     words = content.strip()
     tagged = words.startswith(_PYTHON_TAG)
-    start = _after_space(words, len(_PYTHON_TAG) if tagged else 0)
+    start = _skip_space(words, len(_PYTHON_TAG) if tagged else 0)
     if not tagged and not words.startswith("{"):
         return content, []
     calls: list[ToolCall] = []
@@ -207,37 +211,37 @@ def _llama_calls(content: str) -> tuple[str, list[ToolCall]]:
         if len(calls) >= MAX_CALLS:
             return "", [
                 *calls,
-                broken_call(f"a turn has at most {MAX_CALLS} calls", words[start:], len(calls)),
+                malformed_call(f"a turn has at most {MAX_CALLS} calls", words[start:], len(calls)),
             ]
         try:
             value, end = read_json(words, start)
         except CallProblem as error:
-            if not tagged and not calls and not _BEGUN_CALL.match(words):
+            if not tagged and not calls and not _LLAMA_CALL_START.match(words):
                 return content, []
-            return "", [*calls, broken_call(str(error), words[start:], len(calls))]
+            return "", [*calls, malformed_call(str(error), words[start:], len(calls))]
         if not tagged and not calls and not (isinstance(value, dict) and "name" in value):
             return content, []
-        calls.append(call_of(value, words[start:end], len(calls), arguments_key="parameters"))
-        start = _after_space(words, end)
+        calls.append(build_call(value, words[start:end], len(calls), arguments_key="parameters"))
+        start = _skip_space(words, end)
         if start < len(words) and words[start] != ";":
-            return "", [*calls, broken_call("text follows a call", words[start:], len(calls))]
-        start = _after_space(words, start + 1)
+            return "", [*calls, malformed_call("text follows a call", words[start:], len(calls))]
+        start = _skip_space(words, start + 1)
     return "", calls
 
 
-def _after_space(text: str, start: int) -> int:
+def _skip_space(text: str, start: int) -> int:
     """Return the position after the white space at ``start``."""
-    found = _SPACE.match(text, start)
-    return found.end() if found else start
+    match = _SPACE.match(text, start)
+    return match.end() if match else start
 
 
 MAX_DEPTH = 32
 """Maximum nesting depth of arguments."""
 MAX_NAME_CHARS = 256
 """Maximum length of a function's name."""
-_LARGEST = 2**63
+_INTEGER_LIMIT = 2**63
 """Integers must be less than this, and at least its negative."""
-_IGNORED = frozenset({"id", "type"})
+_IGNORED_KEYS = frozenset({"id", "type"})
 """Further keys of a call, which are ignored."""
 
 
@@ -285,7 +289,7 @@ def check_value(value: Any) -> None:
         raise CallProblem(f"nested deeper than {MAX_DEPTH}")
 
 
-def call_of(value: Any, text: str, position: int, *, arguments_key: str) -> ToolCall:
+def build_call(value: Any, text: str, position: int, *, arguments_key: str) -> ToolCall:
     """Return the call that a JSON value describes, the ``position``-th (from 0) of its turn.
 
     text: what the policy wrote. Without the key ``arguments_key`` the arguments are empty. An
@@ -294,13 +298,13 @@ def call_of(value: Any, text: str, position: int, *, arguments_key: str) -> Tool
     name = value.get("name") if isinstance(value, dict) else None
     known_name = name if isinstance(name, str) and len(name) <= MAX_NAME_CHARS else ""
     try:
-        arguments = _arguments(value, arguments_key)
+        arguments = _read_arguments(value, arguments_key)
     except CallProblem as error:
-        return broken_call(str(error), text, position, name=known_name)
+        return malformed_call(str(error), text, position, name=known_name)
     return ToolCall(known_name, arguments, call_id(position), text)
 
 
-def broken_call(problem: str, text: str, position: int, *, name: str = "") -> ToolCall:
+def malformed_call(problem: str, text: str, position: int, *, name: str = "") -> ToolCall:
     """Return a call that could not be parsed, with the reason ``problem``."""
     return ToolCall(name, {}, call_id(position), text, problem)
 
@@ -310,20 +314,20 @@ def call_id(position: int) -> str:
     return f"call_{position}"
 
 
-def _arguments(value: Any, key: str) -> Mapping[str, Any]:
+def _read_arguments(value: Any, key: str) -> Mapping[str, Any]:
     """Return the arguments of a call. Raises CallProblem."""
     if not isinstance(value, dict):
-        raise CallProblem(f"a call is a JSON object, not {_kind(value)}")
+        raise CallProblem(f"a call is a JSON object, not {_describe_type(value)}")
     name = value.get("name")
     arguments = value.get(key, {})
     if not isinstance(name, str) or not name.strip() or len(name) > MAX_NAME_CHARS:
         raise CallProblem(f"the name of a call is a text of 1 to {MAX_NAME_CHARS} characters")
     if unknown := [
-        other for other in value if other not in ("name", key) and other not in _IGNORED
+        other for other in value if other not in ("name", key) and other not in _IGNORED_KEYS
     ]:
         raise CallProblem(f"a call has the keys name and {key}, not {unknown[0][:64]!r}")
     if not isinstance(arguments, dict):
-        raise CallProblem(f"{key} are a JSON object, not {_kind(arguments)}")
+        raise CallProblem(f"{key} are a JSON object, not {_describe_type(arguments)}")
     return arguments
 
 
@@ -334,36 +338,36 @@ def _check_text(text: str) -> None:
         raise CallProblem("a text holds half of a surrogate pair") from None
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object as a dict. Raises CallProblem for a repeated key."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise CallProblem(f"the key {twice[:64]!r} is given twice")
-    return found
+        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise CallProblem(f"the key {repeated[:64]!r} is given twice")
+    return result
 
 
-def _integer(digits: str) -> int:
+def _parse_integer(digits: str) -> int:
     """Parse an integer. Raises CallProblem if it needs more than 64 bits."""
-    if len(digits) > 20 or not -_LARGEST <= (number := int(digits)) < _LARGEST:
+    if len(digits) > 20 or not -_INTEGER_LIMIT <= (number := int(digits)) < _INTEGER_LIMIT:
         raise CallProblem("a number does not fit into 64 bits")
     return number
 
 
-def _number(digits: str) -> float:
+def _parse_number(digits: str) -> float:
     """Parse a float. Raises CallProblem if it is not finite."""
     if not math.isfinite(number := float(digits)):
         raise CallProblem("a number does not fit into 64 bits")
     return number
 
 
-def _constant(word: str) -> float:
+def _reject_constant(word: str) -> float:
     """Raise CallProblem for NaN and infinities."""
     raise CallProblem(f"{word} is no number of JSON")
 
 
-def _kind(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     """Return the type of a JSON value in words."""
     names = {
         dict: "an object",
@@ -376,7 +380,10 @@ def _kind(value: Any) -> str:
 
 
 _DECODER = json.JSONDecoder(
-    object_pairs_hook=_object, parse_int=_integer, parse_float=_number, parse_constant=_constant
+    object_pairs_hook=_parse_object,
+    parse_int=_parse_integer,
+    parse_float=_parse_number,
+    parse_constant=_reject_constant,
 )
 
 
@@ -400,7 +407,7 @@ def read_xml_call(
         raise CallProblem("<function=...> does not follow <tool_call>")
     name = function[1].strip()
     place = function.end()
-    types = _types(name, tools)
+    types = _parameter_schemas(name, tools)
     arguments: dict[str, Any] = {}
     while (parameter := _PARAMETER.match(text, place)) is not None:
         key = parameter[1].strip()
@@ -409,7 +416,7 @@ def read_xml_call(
             raise CallProblem(f"the parameter {key[:64]!r} is not closed")
         if key in arguments:
             raise CallProblem(f"the parameter {key[:64]!r} is given twice")
-        arguments[key] = _value(text[parameter.end() : end].removesuffix("\n"), key, types)
+        arguments[key] = _parse_argument(text[parameter.end() : end].removesuffix("\n"), key, types)
         place = end + len(_PARAMETER_CLOSE)
         while place < len(text) and text[place].isspace():
             place += 1
@@ -420,29 +427,29 @@ def read_xml_call(
     return name, arguments, end.end()
 
 
-def _types(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _parameter_schemas(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the schemas of a tool's parameters by name, with references to ``$defs`` resolved."""
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
             parameters = function.get("parameters") or {}
             known = parameters.get("properties") or {}
-            return {key: _resolved(schema, parameters) for key, schema in known.items()}
+            return {key: _resolve_reference(schema, parameters) for key, schema in known.items()}
     return {}
 
 
-def _resolved(schema: Any, parameters: Mapping[str, Any]) -> Any:
+def _resolve_reference(schema: Any, parameters: Mapping[str, Any]) -> Any:
     """Return a schema, or the schema in ``$defs`` that it refers to."""
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return schema
-    found: Any = parameters
+    target: Any = parameters
     for part in reference[2:].split("/"):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+        target = target.get(part) if isinstance(target, Mapping) else None
+    return target
 
 
-def _value(text: str, key: str, types: Mapping[str, Any]) -> Any:
+def _parse_argument(text: str, key: str, types: Mapping[str, Any]) -> Any:
     """Return the value of an argument from its text, by its type in the schema.
 
     Templates write values other than strings as JSON or, by Jinja's filter ``string``, in Python's
@@ -460,7 +467,7 @@ def _value(text: str, key: str, types: Mapping[str, Any]) -> Any:
         value, end = read_json(words, 0)
     except CallProblem as error:
         if kinds & {"array", "object"} and words[:1] in ("[", "{"):
-            return _python_value(words, key, error)
+            return _parse_python_literal(words, key, error)
         raise CallProblem(f"the parameter {key[:64]!r}: {error}") from None
     if end != len(words):
         raise CallProblem(f"the parameter {key[:64]!r}: text follows its value")
@@ -469,18 +476,18 @@ def _value(text: str, key: str, types: Mapping[str, Any]) -> Any:
 
 _NULLS = frozenset({"null", "None"})
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
-_MOST_PYTHON_CHARS = 20_000
+_MAX_PYTHON_CHARS = 20_000
 """Maximum length of a Python literal; its compiler needs some hundred bytes of memory per
 character."""
 
 
-def _python_value(words: str, key: str, problem: CallProblem) -> Any:
+def _parse_python_literal(words: str, key: str, problem: CallProblem) -> Any:
     """Return a list or map that is written as a Python literal.
 
     Raises CallProblem with the ``problem`` of the JSON parser for an invalid literal, or one that
     JSON cannot represent.
     """
-    if len(words) <= _MOST_PYTHON_CHARS:
+    if len(words) <= _MAX_PYTHON_CHARS:
         with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             value = ast.literal_eval(words)
             read, _ = read_json(json.dumps(value, allow_nan=False), 0)
@@ -494,19 +501,19 @@ def schema_kinds(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     kinds = schema.get("type")
-    found = {
+    allowed = {
         kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)
     }
     for key in ("anyOf", "oneOf", "allOf"):
-        several = schema.get(key)
-        for each in several if isinstance(several, list | tuple) else ():
-            found |= schema_kinds(each)
+        alternatives = schema.get(key)
+        for alternative in alternatives if isinstance(alternatives, list | tuple) else ():
+            allowed |= schema_kinds(alternative)
     values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
-    if not found:
-        found = {_TYPE_NAMES.get(type(value), "number") for value in values}
-    if found and schema.get("nullable") is True:
-        found.add("null")
-    return found
+    if not allowed:
+        allowed = {_TYPE_NAMES.get(type(value), "number") for value in values}
+    if allowed and schema.get("nullable") is True:
+        allowed.add("null")
+    return allowed
 
 
 _TYPE_NAMES = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}

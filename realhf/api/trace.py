@@ -127,10 +127,10 @@ class RolloutRecorder:
     def __init__(self, keeps: bool = False) -> None:
         self.keeps = keeps
 
-    def played(self, sample: PlayedSample) -> None:
+    def record_played(self, sample: PlayedSample) -> None:
         """Record the rollouts of a sample, including failed ones, if the sample is selected."""
 
-    def trained(self, rows: TrainedRows) -> None:
+    def record_trained(self, rows: TrainedRows) -> None:
         """Record the rows of a train step that belong to selected samples."""
 
 

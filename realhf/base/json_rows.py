@@ -15,7 +15,7 @@ _MARK = b"\xef\xbb\xbf"
 """Byte order mark, which some editors write at the start of a file."""
 
 
-class JsonRow(NamedTuple):
+class Row(NamedTuple):
     """A row of a data set."""
 
     values: Mapping[str, Any]
@@ -24,7 +24,7 @@ class JsonRow(NamedTuple):
     """Location for error messages, such as ``tasks.jsonl, line 3``."""
 
 
-def read_json_lines(file: Path) -> Iterator[JsonRow]:
+def read_json_lines(file: Path) -> Iterator[Row]:
     """Yield the rows of a file, skipping blank lines.
 
     Raises OSError, and ValueError with file and line for a line that is not a JSON object.
@@ -43,7 +43,7 @@ def count_json_lines(file: Path) -> int:
     return sum(1 for _ in _numbered_lines(file))
 
 
-def check_row(values: Any, where: str) -> JsonRow:
+def check_row(values: Any, where: str) -> Row:
     """Return a row. Raises ValueError, prefixed by ``where``, if ``values`` is not a dict of plain
     JSON values."""
     if not isinstance(values, dict):
@@ -52,7 +52,7 @@ def check_row(values: Any, where: str) -> JsonRow:
         )
     if problem := json_problem(values):
         raise ValueError(f"{where}: {problem}")
-    return JsonRow(values, where)
+    return Row(values, where)
 
 
 def _numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:

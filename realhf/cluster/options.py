@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from realhf.api.config import ADDRESS_WANTED, no_address
+from realhf.api.config import ADDRESS_WANTED, is_invalid_address
 from realhf.api.option import option
 from realhf.base.text import suggest_names
 from realhf.cluster.placement import LAUNCHER, find_wished_host, kind_of
@@ -72,7 +72,7 @@ class ClusterOptions:
 
     def problems(self, name: str) -> Iterator[str]:
         """Yield errors of these options, each naming its option."""
-        if no_address(self.address):
+        if is_invalid_address(self.address):
             yield f"{name}.address={self.address}: {ADDRESS_WANTED}"
         for host in self.hosts:
             if not HOST_NAME.fullmatch(host) or host == LAUNCHER:

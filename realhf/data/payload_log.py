@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from realhf.api.calls import PayloadRef, rank_of
+from realhf.api.calls import PayloadRef, payload_rank
 from realhf.base.files import convert_disk_errors
 
 SEGMENT_BYTES = 64 << 20
@@ -110,7 +110,7 @@ class PayloadLog:
         """
         segment, offset, nbytes = ref[:3]
         try:
-            with open(_segment_path(_rank_folder(self._root, rank_of(ref)), segment), "rb") as file:
+            with open(_segment_path(_rank_folder(self._root, payload_rank(ref)), segment), "rb") as file:
                 file.seek(offset)
                 raw = memoryview(file.read(nbytes))
         except (OSError, ValueError) as error:
@@ -148,7 +148,7 @@ class PayloadLog:
 
         They belong to an earlier start of the run with more ranks, so no process writes to them.
         """
-        live_segments = {(rank_of(ref), ref[0]) for ref in alive}
+        live_segments = {(payload_rank(ref), ref[0]) for ref in alive}
         for folder in self._root.glob("rank-*"):
             rank = folder.name.removeprefix("rank-")
             if not rank.isdigit() or int(rank) < ranks:

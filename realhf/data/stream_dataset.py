@@ -34,8 +34,8 @@ from realhf.api.calls import (
     PayloadRef,
     PruneStreamRequest,
     RestoreStreamAnswer,
-    checked_answers,
-    rank_of,
+    check_answers,
+    payload_rank,
 )
 from realhf.api.keys import KeySpec, key_spec
 from realhf.api.sample import SequenceSample
@@ -171,7 +171,7 @@ class StreamDataset:
                 earlier start of the run had.
         """
         self.check()
-        own_refs = [ref for ref in alive if rank_of(ref) == self._rank]
+        own_refs = [ref for ref in alive if payload_rank(ref) == self._rank]
         first_kept = max((ref[0] for ref in [*own_refs, *([newest] if newest else [])]), default=0)
         with self._log_lock:
             newer = [n for n in self._log.segments() if n >= first_kept]
@@ -327,7 +327,7 @@ class StreamDataset:
         wait = RETRY_S[0]
         while True:
             try:
-                answers = checked_answers(arrivals, self._notify(arrivals))
+                answers = check_answers(arrivals, self._notify(arrivals))
                 break
             except (TransportError, OSError) as error:
                 self.counts["notify_retries"] += 1

@@ -312,7 +312,7 @@ class FunctionExecutor:
 
     def _on_retire(self, samples: Sequence[BufferedSample]) -> None:
         for sample in samples:
-            result = SampleResult.of(sample.id, sample.metadata)
+            result = SampleResult.from_metadata(sample.id, sample.metadata)
             self._retired.setdefault(sample.step_batch, []).append((sample.birth, result))
             self._to_clear.append(sample.id)
 

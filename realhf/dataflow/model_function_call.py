@@ -355,7 +355,7 @@ class ModelFunctionCall:
             flat = [
                 sample_id
                 for sample_id, row in rows.items()
-                if not self.mfc.signal.of(SampleResult.of("", row))
+                if not self.mfc.signal.has_signal(SampleResult.from_metadata("", row))
             ]
             n_wanted = min(len(flat), max_dropped - n_dropped)
             new_samples = await self._load_more(step, n_wanted) if n_wanted else None
@@ -365,7 +365,10 @@ class ModelFunctionCall:
             dropped = self._buffer.exchange(lease, dropped_ids, new_samples)
             self._on_dropped(
                 step,
-                [(s.birth, SampleResult.of(s.id, {**s.metadata, **rows[s.id]})) for s in dropped],
+                [
+                    (s.birth, SampleResult.from_metadata(s.id, {**s.metadata, **rows[s.id]}))
+                    for s in dropped
+                ],
             )
             n_dropped += len(dropped_ids)
             # The lease now has the kept samples first, then the new ones; so do the outputs below.

@@ -56,7 +56,7 @@ from realhf.api.calls import (
 )
 from realhf.api.experiment import InterfaceType, MFCDef
 from realhf.api.model import CallContext, Engine, EpisodeCount, Model, TrainResult
-from realhf.api.parallel import Group, HeldInParts
+from realhf.api.parallel import Group, WeightsNotGathered
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.sample_check import check_standard_keys
 from realhf.api.trace import GENERATE, NO_RECORDER, REF, TRAIN, RolloutRecorder, Tracer
@@ -100,7 +100,7 @@ def stored_weights(engine: Engine) -> dict[str, Tensor]:
     """Return the tensors that an engine's checkpoint restores bit by bit.
 
     These are its weights, unless the weights are computed from other tensors (merged adapters).
-    Raises HeldInParts as ``weights`` does.
+    Raises WeightsNotGathered as ``weights`` does.
     """
     return getattr(engine, "stored_weights", engine.weights)()
 
@@ -123,7 +123,7 @@ def check_digests(folder: Path, engine: Engine) -> None:
     expected: dict[str, str] = stored["tensors"]
     try:
         restored = digest_tensors(stored_weights(engine))
-    except HeldInParts:
+    except WeightsNotGathered:
         return
     for name in sorted(expected.keys() | restored.keys()):
         if expected.get(name) != restored.get(name):
@@ -477,7 +477,7 @@ class ModelHost:
     def progress(self, request: Nothing) -> ProgressAnswer:
         """Return the number of finished episodes and of all episodes of the running call."""
         del request
-        return ProgressAnswer(self._progress.over, self._progress.wanted)
+        return ProgressAnswer(self._progress.finished, self._progress.total)
 
     def describe_store(self, request: Nothing) -> HeldAnswer:
         """Return the number of bytes and samples in the store, and the roles of this worker."""
@@ -591,7 +591,7 @@ def _write_group_digests(folder: Path, engine: Engine) -> list[Path]:
     file as a list; [] if the engine holds only a part of the weights."""
     try:
         write_digests(folder, engine, stored_weights(engine))
-    except HeldInParts:
+    except WeightsNotGathered:
         return []
     return [folder / DIGESTS_FILE]
 

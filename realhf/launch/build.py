@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from realhf.api.config import ConfigError, ExperimentConfig, Mode
-from realhf.api.experiment import ExperimentSpec, InterfaceType, ModelSpec, RunPlan, is_made
+from realhf.api.experiment import ExperimentSpec, InterfaceType, ModelSpec, RunPlan, artifact_exists
 from realhf.api.graph import DataFlowGraph, GraphError, build_graph
 from realhf.api.option import walk
 from realhf.base.dataclass_json import from_json_value, to_json_value
@@ -140,7 +140,7 @@ def print_check(built: BuiltExperiment, arguments: Sequence[str] = ()) -> int:
         f"{spec.total_train_steps} steps of {spec.n_seqs} samples, into {spec.run_dir}"
     )
     for earlier in spec.before:
-        made = earlier.artifact is not None and is_made(earlier.artifact)
+        made = earlier.artifact is not None and artifact_exists(earlier.artifact)
         rates = [
             f"learning rate {model.optimizer.lr:g}"
             for model in _trained_models(earlier)

@@ -17,7 +17,7 @@ from shutil import which
 from tempfile import TemporaryFile
 from typing import Any
 
-from realhf.api.chat_template import unread_variables
+from realhf.api.chat_template import find_unread_variables
 from realhf.api.config import (
     ConfigError,
     ExperimentConfig,
@@ -124,7 +124,7 @@ def _host_problems(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _sampling_problems(config: ExperimentConfig) -> Iterator[str]:
-    for cut in config.gen.truncations():
+    for cut in config.gen.truncating_options():
         yield (
             f"gen.{cut}: tokens would be drawn from a cut distribution and trained with the "
             f"log-probabilities of "
@@ -325,7 +325,7 @@ def model_problems(
             f"{role}.path={model.path}: the tokenizer has no chat template; use an "
             f"instruction-tuned model"
         )
-    elif renders and (idle := unread_variables(template, model.chat_template_kwargs)):
+    elif renders and (idle := find_unread_variables(template, model.chat_template_kwargs)):
         yield (
             f"{role}.chat_template_kwargs: the chat template of {model.path} does not read "
             f"{', '.join(idle)}"

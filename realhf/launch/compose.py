@@ -17,7 +17,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, NoReturn, cast
 
-from realhf.api.algorithm import is_own
+from realhf.api.algorithm import is_user_algorithm
 from realhf.api.config import ConfigError, ExperimentConfig
 from realhf.api.option import NamedOption, sections, walk
 from realhf.base.installation import CONFIGS
@@ -108,7 +108,7 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
             raise ConfigError(f"scheduler.path: {error}") from None
     if (
         algorithm is not None
-        and is_own(algorithm)
+        and is_user_algorithm(algorithm)
         and "ppo.algo" in Schema(file.config_class).options
     ):
         try:
@@ -335,7 +335,7 @@ def _check_algorithm(config: ExperimentConfig, chosen: str | None, own: Path) ->
     its options."""
     section: Any = getattr(config, "ppo", None)
     algo = getattr(section, "algo", "")
-    if is_own(algo) and absolute_reference(algo) != absolute_reference(chosen or ""):
+    if is_user_algorithm(algo) and absolute_reference(algo) != absolute_reference(chosen or ""):
         raise ConfigError(
             f"ppo.algo={algo}: set it in {own.name} or on the command line; no other choice can "
             f"make it"

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
-from realhf.api.algorithm import algorithm_of
+from realhf.api.algorithm import load_algorithm
 from realhf.api.config import ConfigError, ExperimentConfig
 from realhf.api.option import walk, with_path, with_section
 from realhf.base.plugin import (
@@ -220,7 +220,7 @@ def with_algorithm(config: type[C], reference: str) -> type[C]:
     ``config`` itself if the algorithm has none.
 
     Raises ValueError for an unknown algorithm, and if ``config`` has a section of that name."""
-    options = algorithm_of(reference).options
+    options = load_algorithm(reference).options
     if options is None:
         return config
     if any(every.name == "algorithm" for every in fields(config)):

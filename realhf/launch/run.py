@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from realhf.api.config import ConfigError, RecoverMode
-from realhf.api.experiment import ExperimentSpec, Launch, is_made
+from realhf.api.experiment import ExperimentSpec, Launch, artifact_exists
 from realhf.api.passport import PASSPORT_FILE
 from realhf.base.files import DAMAGED, write_atomic
 from realhf.base.terminal import Terminal
@@ -158,7 +158,7 @@ def _run(
     """Run an experiment after the experiments and jobs that it depends on, and return its
     summary."""
     for earlier in spec.before:
-        if earlier.artifact is not None and is_made(earlier.artifact):
+        if earlier.artifact is not None and artifact_exists(earlier.artifact):
             display.say(f"{earlier.name}: found {earlier.artifact}")
             continue
         display.say(
@@ -168,7 +168,7 @@ def _run(
         _run(built, earlier, time.time(), display, signals)
     spec.run_dir.mkdir(parents=True, exist_ok=True)
     for job in spec.jobs:
-        if is_made(job.artifact):
+        if artifact_exists(job.artifact):
             display.say(f"{job.name}: found {job.artifact}")
         else:
             log = spec.run_dir / "logs" / f"{job.name}.log"

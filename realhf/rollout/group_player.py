@@ -111,7 +111,7 @@ class RolloutRecording:
         )
 
     def _record(self, sample: PlayedSample, gen: GenConfig) -> None:
-        self.recorder.played(
+        self.recorder.record_played(
             replace(sample, env=self.env, sampling=to_json_value(gen), texts=self.texts)
         )
 

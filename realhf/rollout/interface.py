@@ -98,7 +98,7 @@ class EnvRolloutInterface:
             parse_task({name: values[row] for name, values in sample.metadata.items()})
             for row in range(len(sample.ids))
         ]
-        context.progress.wanted = len(tasks) * options.group_size
+        context.progress.total = len(tasks) * options.group_size
         seeds = [
             [sampling_seed(options.seed, i, member) for member in range(options.group_size)]
             for i in sample.ids
@@ -150,7 +150,7 @@ class EnvRolloutInterface:
             )
             if count > 0
         ]
-        context.progress.wanted = sum(len(tasks) for _, tasks in passes)
+        context.progress.total = sum(len(tasks) for _, tasks in passes)
         for greedy, tasks in passes:
             gen = replace(options.gen, temperature=0.0) if greedy else options.gen
             groups, _ = self._play(model, tasks, gen, 1, context)
@@ -209,7 +209,7 @@ class EnvRolloutInterface:
         ]
 
         def count_finished() -> None:
-            context.progress.over += 1
+            context.progress.finished += 1
 
         started_at = time.perf_counter()
         played = player.play(requests, engine, on_finished=count_finished)

@@ -418,7 +418,9 @@ class TurnAgent:
             conversation.tools and outcome.valid
         ):
             return
-        if any(turn.said is not None and turn.said.tool_calls for turn in outcome.turns):
+        if any(
+            turn.policy_turn is not None and turn.policy_turn.tool_calls for turn in outcome.turns
+        ):
             self._episodes_without_calls = _SILENT_EPISODES
             return
         self._episodes_without_calls += 1
@@ -626,7 +628,7 @@ def make_agent(
 def check_whole_distribution(gen: GenConfig) -> None:
     """Raise ValueError for sampling options that truncate the distribution, because the policy
     gradient needs the whole distribution."""
-    if cut := gen.truncations():
+    if cut := gen.truncating_options():
         raise ValueError(
             f"gen.{', gen.'.join(cut)}: training samples from the whole distribution (top_p=1, "
             f"top_k=0, "

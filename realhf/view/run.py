@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from realhf.api.passport import PASSPORT_FILE, told
+from realhf.api.passport import PASSPORT_FILE, describe_passport
 from realhf.monitor.advisories import advise, index_rollouts
 from realhf.monitor.provenance import LAUNCH, PROVENANCE_FILE, effective_options, launches
 from realhf.monitor.run_files import (
@@ -251,7 +251,9 @@ class Run:
         config = run_config(self.folder)
         return {
             "config": config,
-            "passport": told(self.folder / PASSPORT_FILE) if "env.path" in config else "",
+            "passport": describe_passport(self.folder / PASSPORT_FILE)
+            if "env.path" in config
+            else "",
             "origin": run_origin(self.folder),
             "note": asdict(read_note(self.folder)),
             "events": run_events(self.folder, hosts),

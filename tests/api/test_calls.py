@@ -26,7 +26,7 @@ from realhf.api.config import ConfigError, GenConfig, ModelConfig, ParallelConfi
 from realhf.api.evaluation import mean_interval, wilson_interval
 from realhf.api.experiment import HeldOutOptions, RolloutOptions
 from realhf.api.generation import TensorSlot, WeightsManifest
-from realhf.api.parallel import Parallel, parallel_of
+from realhf.api.parallel import Parallel, resolve_parallel
 from realhf.base.messages import Call, MessageError, from_payload, to_payload
 from realhf.rollout.interface import EnvRolloutInterface
 from realhf.transport.envelope import pack_payload, unpack_payload
@@ -117,7 +117,7 @@ def test_what_cannot_be_sent_is_refused_where_it_is_made():
 
 
 def of(workers, backend, **parallel):
-    return parallel_of(
+    return resolve_parallel(
         "critic",
         ModelConfig(
             workers=[*range(workers)], backend=backend, parallel=ParallelConfig(**parallel)

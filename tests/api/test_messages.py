@@ -21,7 +21,7 @@ import pytest
 from pydantic import ValidationError
 
 from realhf.api.environment import AssistantMessage, Environment, EnvironmentFailure, Opening, Turn
-from realhf.api.messages import demonstration_problems, message_problems, silence
+from realhf.api.messages import demonstration_problems, find_missing_request, message_problems
 from realhf.backends.builtin_policy import demonstration_texts
 from realhf.data.chat_dataset import ChatDataset
 from realhf.env.adapters.openenv_episode import MessagesEnvironment
@@ -576,7 +576,9 @@ def test_a_row_of_demonstrations_is_checked_beyond_its_messages(kind: str) -> No
 def test_all_problems_are_told_and_not_only_the_first() -> None:
     assert len([*message_problems([USER, 1, {"role": "user"}], "messages")]) == 2
     assert (
-        silence([{"role": "assistant", **{k: v for k, v in calling().items() if k != "role"}}])
+        find_missing_request(
+            [{"role": "assistant", **{k: v for k, v in calling().items() if k != "role"}}]
+        )
         == ""
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from realhf.api.evaluation import wilson_interval
-from realhf.api.passport import Counts, Passport, read_passport, told
+from realhf.api.passport import Counts, Passport, describe_passport, read_passport
 
 
 def passport() -> Passport:
@@ -37,7 +37,7 @@ def test_the_line_says_how_many_of_which_and_how_sure_it_is(tmp_path: Path) -> N
         "refused"
     )
     assert line.endswith("; 2026-11-28, commit 01234567")
-    assert "no passport" in told(tmp_path / "shop.passport.json")
+    assert "no passport" in describe_passport(tmp_path / "shop.passport.json")
 
 
 @pytest.mark.parametrize(
@@ -48,4 +48,4 @@ def test_what_is_no_passport_is_named(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(ValueError, match=r"shop\.passport\.json holds no passport"):
         read_passport(file)
-    assert "cannot be read" in told(file)
+    assert "cannot be read" in describe_passport(file)

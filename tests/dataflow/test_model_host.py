@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from realhf.api.calls import CheckpointRequest, ExportRequest, Nothing
-from realhf.api.experiment import InterfaceType, MFCDef, is_made
+from realhf.api.experiment import InterfaceType, MFCDef, artifact_exists
 from realhf.api.model import CallContext, Model, TrainResult
-from realhf.api.parallel import HeldInParts
+from realhf.api.parallel import WeightsNotGathered
 from realhf.api.sample import SequenceSample
 from realhf.base.tensor_digest import digest_tensors, joint_digest
 from realhf.dataflow.checkpoint import CheckpointError, CheckpointStore
@@ -129,8 +129,8 @@ def test_how_far_a_call_has_come_is_told_while_it_runs(tmp_path: Path) -> None:
 
     def play(model: Model, sample: SequenceSample, context: CallContext) -> Any:
         during.append(told({}))
-        context.progress.over = 2
-        context.progress.wanted = 5
+        context.progress.finished = 2
+        context.progress.total = 5
         during.append(told({}))
         return Doubler.inference(host.interface, model, sample, context)
 
@@ -338,13 +338,13 @@ def test_an_export_that_is_killed_at_any_moment_leaves_the_folder_of_before_or_n
         engine.export_hf = killed
         with pytest.raises(SystemExit):
             host.host.export(ExportRequest("actor", str(out)))
-        assert seen.pop() == before and is_made(out) == (before is not None)
+        assert seen.pop() == before and artifact_exists(out) == (before is not None)
         engine.export_hf = export
         host.host.export(ExportRequest("actor", str(out)))
         assert sorted(path.name for path in out.iterdir()) == ["model.txt", "weight_digests.json"]
     assert [path.name for path in out.parent.iterdir()] == ["policy-key"]
     (tmp_path / "empty").mkdir()
-    assert not is_made(tmp_path / "empty"), "what an older version left is made anew"
+    assert not artifact_exists(tmp_path / "empty"), "what an older version left is made anew"
 
 
 def test_a_disk_that_takes_no_more_is_the_cause_that_is_told_and_nothing_of_it_stays(
@@ -392,7 +392,7 @@ def test_the_first_of_several_workers_writes_digests_of_whole_weights(
     engine: Any = host.model.engine
 
     def parts() -> Any:
-        raise HeldInParts("actor: cut")
+        raise WeightsNotGathered("actor: cut")
 
     engine.ranks = SimpleNamespace(number=rank)
     engine.save_checkpoint = lambda folder: []

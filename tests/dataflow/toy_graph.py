@@ -110,7 +110,7 @@ class ToyRef(ToyInterface):
 class ToyRew(ToyInterface):
     def inference(self, model: Model, sample: SequenceSample, context: CallContext) -> Any:
         self._note("inference", sample, model)
-        firsts = sample["ids"][sample.lengths("ids").cumulated()[:-1]].float()
+        firsts = sample["ids"][sample.lengths("ids").row_offsets()[:-1]].float()
         lens = [[1] * GROUP for _ in sample.ids]
         return self.change(
             SequenceSample.from_tensors(sample.ids, {"rewards": firsts}, {"rewards": lens})

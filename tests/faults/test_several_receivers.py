@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.killed_run import LAUNCHER, KilledRun
-from realhf.api.calls import rank_of
+from realhf.api.calls import payload_rank
 from realhf.dataflow.journal.journal import ARCHIVE, Accept, read_segment, segments
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -32,7 +32,7 @@ def received(folder: Path) -> Counter[int]:
         for record in frame
         if isinstance(record, Accept)
     }
-    return Counter(rank_of(ref) for ref in refs.values())
+    return Counter(payload_rank(ref) for ref in refs.values())
 
 
 def after(run: KilledRun, steps: int) -> None:

@@ -99,7 +99,7 @@ def test_mistakes_in_names_and_types(capsys, arguments, expected):
             "env.tiers=[warmup,hard]": "env.tiers=hard: unknown (known: warmup, beginner,",
             "rollout.on_failure=ignore": "on_failure=ignore: unknown (known: minimum_group, retry, "
             "fail_fast)",
-            "async_rl.weights=broadcast": "async_rl.weights=broadcast: is gone; fetch reaches the "
+            "async_rl.weights=broadcast": "async_rl.weights=broadcast: is no longer supported; fetch reaches the "
             "same hosts",
             "dataset.curriculum=random": "dataset.curriculum=random: unknown (known: learnability, "
             "priority, uniform)",

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from realhf.api.chat_template import unread_variables
+from realhf.api.chat_template import find_unread_variables
 from realhf.api.config import ConfigError, GenConfig, LoraConfig, ModelConfig
 from realhf.api.experiment import RolloutOptions
 from realhf.backends.builtin_policy import CHAT_TEMPLATE
@@ -50,7 +50,7 @@ def test_the_template_must_exist_and_read_the_variables(tmp_path):
     for path in BUILTIN_PATHS:
         assert problems(path, show_tools=True) == []
         assert "does not read enable_thinking (it reads" in problems(path, enable_thinking=True)[0]
-    assert not unread_variables(CHAT_TEMPLATE, BUILTIN_VARIABLES)
+    assert not find_unread_variables(CHAT_TEMPLATE, BUILTIN_VARIABLES)
 
 
 def test_episodes_longer_than_the_context_are_refused(tmp_path):
@@ -459,7 +459,7 @@ def test_rollouts_for_training_refuse_it_too_and_evaluation_does_not():
                 {"environment": "aws", "group_size": 2, "sessions": 2, "gen": gen}
             ),
         )  # type: ignore[arg-type]
-    assert GenConfig(temperature=0.3, max_new_tokens=9).truncations() == []
+    assert GenConfig(temperature=0.3, max_new_tokens=9).truncating_options() == []
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from realhf.api.passport import PASSPORT_FILE, Counts, Passport, told
+from realhf.api.passport import PASSPORT_FILE, Counts, Passport, describe_passport
 from realhf.env.loader.load import passport_file
 from realhf.launch.run import copy_passport
 
@@ -30,7 +30,7 @@ def test_a_run_keeps_what_its_environment_has_and_nothing_of_another(tmp_path: P
         tmp_path / "Shelf.passport.json"
     )
     copy_passport(f"{file}:Shelf", run)
-    assert told(run / PASSPORT_FILE).startswith("shelf: of 3 wrong plays 0 were paid")
+    assert describe_passport(run / PASSPORT_FILE).startswith("shelf: of 3 wrong plays 0 were paid")
     (tmp_path / "Shelf.passport.json").unlink()
     copy_passport(f"{file}:Shelf", run)
     assert not (run / PASSPORT_FILE).exists()

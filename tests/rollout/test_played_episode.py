@@ -593,11 +593,13 @@ def test_a_group_whose_conversations_are_judged_apart_has_signal() -> None:
     whole = outcomes_to_sample(["a", "b"], groups)
     meta = decode_sample([bytes(frame) for frame in encode_sample(whole.meta())])
     apart, alike = (
-        SampleResult.of(name, {key: column[row] for key, column in meta.metadata.items()})
+        SampleResult.from_metadata(
+            name, {key: column[row] for key, column in meta.metadata.items()}
+        )
         for row, name in enumerate(meta.ids)
     )
     assert apart.branch_rewards == [0.25] and apart.rewards == alike.rewards and not apart.metadata
-    assert GroupSignal().of(apart) and not GroupSignal().of(alike)
+    assert GroupSignal().has_signal(apart) and not GroupSignal().has_signal(alike)
     trained = PolicyGradientInterface({}).prepare(whole.remap_keys({"env_rewards": "rewards"}))[1]
     assert trained["groups_with_signal"] == 1
 

@@ -296,10 +296,10 @@ class Kept:
     def __init__(self) -> None:
         self.samples: list[PlayedSample] = []
 
-    def played(self, sample: PlayedSample) -> None:
+    def record_played(self, sample: PlayedSample) -> None:
         self.samples.append(sample)
 
-    def trained(self, rows: TrainedRows) -> None:
+    def record_trained(self, rows: TrainedRows) -> None:
         raise AssertionError("nothing is trained here")
 
 
@@ -339,7 +339,9 @@ async def test_every_rollout_is_kept_whole_also_of_a_group_that_is_refused_or_to
     outcome = good.rollouts[0]
     assert [message["role"] for message in outcome.opening] == ["system", "user"]
     assert [
-        (turn.said.content, turn.messages[0]["content"]) for turn in outcome.turns if turn.said
+        (turn.policy_turn.content, turn.messages[0]["content"])
+        for turn in outcome.turns
+        if turn.policy_turn
     ] == [(turn.text, f"saw {turn.text}") for turn in outcome.turns]
     assert [turn.metrics["progress"] for turn in outcome.turns] == pytest.approx([1 / 3, 2 / 3, 1])
     assert [(o.status, o.reward, o.valid) for o in late.rollouts] == [("timeout", None, False)] * N

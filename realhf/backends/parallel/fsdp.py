@@ -28,7 +28,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from realhf.api.config import LoraConfig
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import LossFn, PostFn, TrainResult
-from realhf.api.parallel import HeldInParts
+from realhf.api.parallel import WeightsNotGathered
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.generation import EmbeddedGenerator
 from realhf.backends.parallel.ddp import GroupBackend, GroupEngine
@@ -410,10 +410,10 @@ class FsdpEngine(GroupEngine):
         self._copy = self._generator = None
 
     def _require_copy(self) -> Any:
-        """Return the model with the gathered weights. Raises HeldInParts if they were not gathered
+        """Return the model with the gathered weights. Raises WeightsNotGathered if they were not gathered
         on this rank."""
         if self._copy is None:
-            raise HeldInParts(f"{self._role}: its whole weights were not gathered on this worker")
+            raise WeightsNotGathered(f"{self._role}: its whole weights were not gathered on this worker")
         return self._copy
 
     def generator(self) -> EmbeddedGenerator:

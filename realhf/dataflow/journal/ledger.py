@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from realhf.api.calls import rank_of
+from realhf.api.calls import payload_rank
 from realhf.dataflow.journal.journal import (
     DIED,
     FLAT,
@@ -458,7 +458,7 @@ class RolloutLedger:
         for record in records:
             self.state.apply(record)
             if isinstance(record, Accept):
-                self.newest_payloads[rank_of(record.ref)] = record.ref
+                self.newest_payloads[payload_rank(record.ref)] = record.ref
         self.last = self._journal.append(*records)
         return self.last
 

@@ -450,10 +450,10 @@ class RolloutControl:
         self.staleness.accept()
         accept = Accept(arrival.id, arrival.attempt, arrival.ref, arrival.meta)
         if self._n_flat < self._rules.max_flat:
-            result = SampleResult.of(
+            result = SampleResult.from_metadata(
                 arrival.id, {name: row[0] for name, row in meta.metadata.items()}
             )
-            if not self._rules.signal.of(result):
+            if not self._rules.signal.has_signal(result):
                 self._drop_flat(accept, result)
                 return REFUSED  # the worker then frees it, so there is nothing to discard
         self.gate.stage(arrival.id)
@@ -532,7 +532,7 @@ class RolloutControl:
             del self._step_of[result.id]
         self.flat_of_step = self._flat
         self._flat = []
-        self.flat_trained = sum(not self._rules.signal.of(result) for result in results)
+        self.flat_trained = sum(not self._rules.signal.has_signal(result) for result in results)
         self.staleness.consume(len(results))
         self._queue.record(results)
         self._ledger.append(

@@ -21,7 +21,7 @@ from realhf.api.calls import (
     PayloadRef,
     PruneStreamRequest,
     RestoreStreamRequest,
-    rank_of,
+    payload_rank,
 )
 from realhf.api.sample import SequenceSample
 from realhf.base.messages import Call
@@ -104,7 +104,7 @@ class Receivers:
         ranks = len(self._workers)
         kept: list[list[PayloadRef]] = [[] for _ in self._workers]
         for ref in ledger.state.refs():
-            rank = rank_of(ref)
+            rank = payload_rank(ref)
             kept[rank if rank < ranks else 0].append(ref)
         await asyncio.gather(
             *(
@@ -143,7 +143,7 @@ def split_by_bytes(refs: Sequence[PayloadRef], ranks: int) -> list[list[int]]:
     A rank reads its own log up to its share of the bytes. Other ranks read the rest, and also the
     logs of ranks that no longer exist after a restart with fewer ranks.
     """
-    homes = [rank_of(ref) if rank_of(ref) < ranks else None for ref in refs]
+    homes = [payload_rank(ref) if payload_rank(ref) < ranks else None for ref in refs]
     return balanced_parts_near_homes([ref[2] for ref in refs], homes, ranks)
 
 

@@ -30,7 +30,7 @@ from realhf.base.installation import import_extra
 from realhf.base.plugin import describe_user_error
 from realhf.env.loader.tasks import SeedTaskSet
 from realhf.env.loader.threads import MAX_STUCK, Threads
-from realhf.env.loader.validation import BrokenContract, replace_surrogates, shown, validate_number
+from realhf.env.loader.validation import BrokenContract, replace_surrogates, format_value, validate_number
 
 EXTRA = "gymnasium"
 """Name of the extra of this package that installs Gymnasium."""
@@ -384,7 +384,7 @@ class _Instance:
         content = self._env.render() if self._rules.render else observation
         if self._rules.render and not isinstance(content, str):
             raise BrokenContract(
-                f"render returned no text but {shown(content)}; env.render=false shows observations"
+                f"render returned no text but {format_value(content)}; env.render=false shows observations"
             )
         text = replace_surrogates(
             without_escapes(content) if isinstance(content, str) else _observation_to_json(content)
@@ -517,7 +517,7 @@ def _observation_to_json(observation: Any) -> str:
         return json.dumps(observation, default=to_list, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise BrokenContract(
-            f"the observation has no plain form: {error}: {shown(observation)}"
+            f"the observation has no plain form: {error}: {format_value(observation)}"
         ) from None
 
 

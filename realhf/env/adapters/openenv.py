@@ -37,7 +37,7 @@ from realhf.env.loader.tasks import (
     extract_row_options,
     load_task_sets,
 )
-from realhf.env.loader.validation import shown
+from realhf.env.loader.validation import format_value
 from realhf.env.openenv_client import OpenEnvClient, fetch_metadata, fetch_page, websocket_url
 
 NAME = "openenv"
@@ -252,7 +252,9 @@ def parse_urls(value: Any) -> list[str]:
     by commas or spaces. Raises ValueError that names the option."""
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, Sequence) or not all(isinstance(part, str) for part in parts):
-        raise ValueError(f"env.url must be an address or a list of addresses, not {shown(value)}")
+        raise ValueError(
+            f"env.url must be an address or a list of addresses, not {format_value(value)}"
+        )
     urls = [url for part in parts for url in _strip_list_syntax(part).replace(",", " ").split()]
     if not urls:
         raise ValueError(

@@ -15,7 +15,7 @@ from typing import Any
 
 from realhf.api.environment import AssistantMessage, ToolCall
 from realhf.base.text import suggest_names
-from realhf.env.loader.validation import json_problem, replace_surrogates, shown
+from realhf.env.loader.validation import json_problem, replace_surrogates, format_value
 from realhf.env.openenv_client import EnvError
 
 TOOL_NAME = "act"
@@ -129,7 +129,7 @@ def build_listed_form(listing: Any) -> ActionForm:
     """Return the form for a server that lists its tools, as a list of maps with ``name``,
     ``description`` and ``input_schema``. Raises ValueError for anything else."""
     if not isinstance(listing, list) or not listing:
-        raise ValueError(f"the server lists no tools but {shown(listing)}")
+        raise ValueError(f"the server lists no tools but {format_value(listing)}")
     if len(listing) > _MAX_TOOLS:
         raise ValueError(f"the server lists {len(listing)} tools, at most {_MAX_TOOLS} are read")
     tools = []
@@ -141,7 +141,7 @@ def build_listed_form(listing: Any) -> ActionForm:
             or not isinstance(name := tool.get("name"), str)
             or not name
         ):
-            raise ValueError(f"tool {number} of the server has no name: {shown(tool)}")
+            raise ValueError(f"tool {number} of the server has no name: {format_value(tool)}")
         schema = tool.get(
             "input_schema", tool.get("inputSchema", {"type": "object", "properties": {}})
         )
@@ -193,10 +193,10 @@ def _check_schema(schema: Any, name: str) -> None:
     """Raise ValueError unless a value is a JSON schema of an object, small enough for a policy to
     read."""
     if not isinstance(schema, Mapping) or not isinstance(schema.get("properties", {}), Mapping):
-        raise ValueError(f"{name} is no JSON schema of an object: {shown(schema)}")
+        raise ValueError(f"{name} is no JSON schema of an object: {format_value(schema)}")
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise ValueError(f"{name}: required must be a list of names, not {shown(required)}")
+        raise ValueError(f"{name}: required must be a list of names, not {format_value(required)}")
     if problem := json_problem(schema):
         raise ValueError(f"{name}: {problem}")
     if len(json.dumps(schema)) > _MAX_SCHEMA_CHARS:

@@ -36,7 +36,7 @@ from realhf.env.loader.validation import (
     json_problem,
     replace_surrogates,
     require_valid,
-    shown,
+    format_value,
     validate_messages,
     validate_number,
     validate_numbers,
@@ -166,11 +166,12 @@ def _check_types(result: StepResult) -> StepResult:
     EnvironmentFailure for others."""
     if not isinstance(result.done, bool):
         raise EnvironmentFailure(
-            "internal", f"the server's done must be true or false, not {shown(result.done)}"
+            "internal", f"the server's done must be true or false, not {format_value(result.done)}"
         )
     if not isinstance(result.observation, Mapping):
         raise EnvironmentFailure(
-            "internal", f"the server's observation must be a map, not {shown(result.observation)}"
+            "internal",
+            f"the server's observation must be a map, not {format_value(result.observation)}",
         )
     with _contract_errors_as_failures():
         reward = (

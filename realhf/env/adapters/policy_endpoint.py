@@ -18,7 +18,7 @@ from typing import Any
 
 from realhf.api.environment import AssistantMessage, ChatMessage, ToolCall
 from realhf.api.messages import message_problems
-from realhf.env.loader.validation import json_problem, replace_surrogates, shown
+from realhf.env.loader.validation import json_problem, replace_surrogates, format_value
 from realhf.web.connections import MAX_HEAD_BYTES
 
 SECRET_HEADER = "x-policy-secret"
@@ -145,7 +145,7 @@ def read_messages(value: Any) -> list[ChatMessage]:
     """Return the messages of a request, with their content as text. Raises Unplayable for invalid
     messages, and for content other than text, such as images."""
     if not isinstance(value, list) or not value:
-        raise Unplayable(f"it sent no messages but {shown(value)}")
+        raise Unplayable(f"it sent no messages but {format_value(value)}")
     messages = [_read_message(message) for message in value]
     for problem in message_problems(messages, "messages"):
         raise Unplayable(f"it sent what is no message: {problem}")
@@ -176,7 +176,7 @@ def _content_text(content: Any) -> str:
         parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         if all(isinstance(part, str) for part in parts):
             return replace_surrogates("\n".join(str(part) for part in parts))
-    raise Unplayable(f"it sent a message that is not text: {shown(content)}")
+    raise Unplayable(f"it sent a message that is not text: {format_value(content)}")
 
 
 def read_tools(value: Any) -> list[Mapping[str, Any]]:
@@ -185,7 +185,7 @@ def read_tools(value: Any) -> list[Mapping[str, Any]]:
     if not isinstance(tools, list) or not all(
         isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping) for tool in tools
     ):
-        raise Unplayable(f"it sent tools that are no functions: {shown(value)}")
+        raise Unplayable(f"it sent tools that are no functions: {format_value(value)}")
     return tools
 
 
@@ -261,7 +261,7 @@ class PolicyEndpoint:
                 body = json.loads(await reader.readexactly(_body_length(headers)))
             conversation = self._conversations.get(body["model"])
             if conversation is None:
-                return "404 Not Found", _error(f"no such model: {shown(body['model'])}")
+                return "404 Not Found", _error(f"no such model: {format_value(body['model'])}")
             if body.get("stream"):
                 raise Unplayable("it requested a stream, which is not supported")
             message = await conversation.ask(body)

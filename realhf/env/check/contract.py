@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from realhf.api.environment import Opening, Turn, finite_number
-from realhf.api.messages import message_problems, silence
+from realhf.api.messages import find_missing_request, message_problems
 from realhf.api.messages import tool_problems as schema_problems
 from realhf.base.json_values import format_value, json_problem
 from realhf.env.loader import validation
@@ -34,7 +34,7 @@ def opening_problems(opening: Any, system_prompt: str) -> Iterator[str]:
         return
     if not opening.messages and not system_prompt:
         yield "it returns no message, and there is no system prompt: the policy would see nothing"
-    elif opening.messages and (problem := silence(opening.messages)):
+    elif opening.messages and (problem := find_missing_request(opening.messages)):
         yield f"its opening {problem}"
 
 

@@ -25,9 +25,10 @@ from realhf.env.loader.author import (
 from realhf.env.loader.validation import (
     BrokenContract,
     copy_json,
+    format_value,
     info_problems,
     require_valid,
-    shown,
+    format_value,
     state_key_problems,
     validate_messages,
     validate_turn,
@@ -117,12 +118,14 @@ def _parse_result(kind: type[Result], value: Any) -> Result:
         return value
     name = kind.__name__
     if not isinstance(value, Mapping):
-        raise BrokenContract(f"must return {name} or a map with its fields, not {shown(value)}")
+        raise BrokenContract(
+            f"must return {name} or a map with its fields, not {format_value(value)}"
+        )
     field_names = [each.name for each in fields(kind)]
     for key in value:
         if key not in field_names:
             raise BrokenContract(
-                f"{name} has no field {shown(key)}{suggest_names(str(key), field_names)}"
+                f"{name} has no field {format_value(key)}{suggest_names(str(key), field_names)}"
             )
     if kind is Opening and "messages" not in value:
         raise BrokenContract("an Opening needs messages")

@@ -14,7 +14,7 @@ from typing import Any
 
 from realhf.api.environment import HELD_OUT, SPLITS, TRAIN, Task, TaskSet
 from realhf.api.option import option
-from realhf.base.json_rows import JsonRow, check_row, read_json_lines
+from realhf.base.json_rows import Row, check_row, read_json_lines
 from realhf.base.json_values import format_value, json_problem
 
 ONE_GROUP = "all"
@@ -121,7 +121,7 @@ def is_held_out(text: str) -> bool:
     return zlib.crc32(text.encode()) % HELD_OUT_SHARE == 0
 
 
-def tasks_of_rows(rows: Iterable[JsonRow], group_column: str = GROUP_COLUMN) -> list[Task]:
+def tasks_of_rows(rows: Iterable[Row], group_column: str = GROUP_COLUMN) -> list[Task]:
     """Build one task per row.
 
     The id of a task is the row's ``id`` if it has one, else a hash of the row, so that it does not
@@ -148,7 +148,7 @@ def tasks_of_rows(rows: Iterable[JsonRow], group_column: str = GROUP_COLUMN) -> 
     return [*tasks.values()]
 
 
-def _read_id(row: JsonRow) -> str:
+def _read_id(row: Row) -> str:
     """Return the id that a row gives its task; "" if it gives none.
 
     Raises ValueError that names the position of the row for an id that is neither text nor an
@@ -164,7 +164,7 @@ def _read_id(row: JsonRow) -> str:
     return str(row_id)
 
 
-def check_ids(rows: Iterable[JsonRow], places: dict[str, str]) -> None:
+def check_ids(rows: Iterable[Row], places: dict[str, str]) -> None:
     """Raise ValueError that names the positions when two rows, of the same or different splits,
     have the same id; ``1`` and ``"1"`` are equal.
 
@@ -177,8 +177,8 @@ def check_ids(rows: Iterable[JsonRow], places: dict[str, str]) -> None:
 
 
 def split_rows(
-    rows: Sequence[JsonRow], heldout_fraction: float, key: Callable[[Mapping[str, Any]], Any]
-) -> dict[str, list[JsonRow]]:
+    rows: Sequence[Row], heldout_fraction: float, key: Callable[[Mapping[str, Any]], Any]
+) -> dict[str, list[Row]]:
     """Split rows into training and held-out rows by a hash of ``key(row)``.
 
     Rows with equal keys stay together, and a row stays in its split when others are added. An
@@ -190,14 +190,14 @@ def split_rows(
     if heldout_fraction > 0 and len(set(fractions)) > 1:
         ordered = sorted(set(fractions))
         bound = min(max(heldout_fraction, ordered[1]), ordered[-1])
-    parts: dict[str, list[JsonRow]] = {split: [] for split in SPLITS}
+    parts: dict[str, list[Row]] = {split: [] for split in SPLITS}
     for row, fraction in zip(rows, fractions, strict=True):
         parts[HELD_OUT if fraction < bound else TRAIN].append(row)
     return parts
 
 
 def describe_shared_row(
-    train: Sequence[JsonRow], held_out: Sequence[JsonRow], key: Callable[[Mapping[str, Any]], Any]
+    train: Sequence[Row], held_out: Sequence[Row], key: Callable[[Mapping[str, Any]], Any]
 ) -> str:
     """Describe a held-out row whose key is also that of a training row; "" if there is none."""
     positions = {_digest(key(row.values)): row.where for row in train}
@@ -217,7 +217,7 @@ def to_task_set(
     description: str,
     *,
     seeded: bool,
-    check: Callable[[JsonRow], None],
+    check: Callable[[Row], None],
     places: dict[str, str] | None = None,
 ) -> TaskSet:
     """Convert the result of an author's ``tasks(split)``, which is a ``TaskSet``, tasks or rows, to
@@ -241,7 +241,7 @@ def to_task_set(
             )
         if problem := json_problem(item):
             raise ValueError(f"{description}, row {number}: {problem}")
-    rows = [JsonRow(item, f"{description}, row {number}") for number, item in enumerate(items)]
+    rows = [Row(item, f"{description}, row {number}") for number, item in enumerate(items)]
     for row in rows:
         check(row)
     check_ids(rows, {} if places is None else places)
@@ -300,7 +300,7 @@ def load_task_sets(
     base_folder: Path,
     *,
     seeded: bool,
-    check: Callable[[JsonRow], None] = lambda row: None,
+    check: Callable[[Row], None] = lambda row: None,
     key: Callable[[Mapping[str, Any]], Any] = row_content,
 ) -> Callable[[str], TaskSet]:
     """Read the files that the options name; return a function split -> task set.
@@ -341,7 +341,7 @@ def load_task_sets(
     return tasks
 
 
-def read_rows(path: str, base_folder: Path, option_name: str = "data") -> list[JsonRow]:
+def read_rows(path: str, base_folder: Path, option_name: str = "data") -> list[Row]:
     """Read all rows of a file or folder. A relative path is searched in the working directory, then
     in the folder ``base_folder``.
 
@@ -353,7 +353,7 @@ def read_rows(path: str, base_folder: Path, option_name: str = "data") -> list[J
         file = base_folder / file
     if not file.exists():
         raise ValueError(f"env.{option_name}={path}: there is no such file")
-    kinds: Mapping[str, Callable[[Path], Iterable[JsonRow]]] = {
+    kinds: Mapping[str, Callable[[Path], Iterable[Row]]] = {
         ".jsonl": read_json_lines,
         ".parquet": _parquet,
     }
@@ -369,7 +369,7 @@ def read_rows(path: str, base_folder: Path, option_name: str = "data") -> list[J
     return rows
 
 
-def _parquet(file: Path) -> Iterator[JsonRow]:
+def _parquet(file: Path) -> Iterator[Row]:
     try:
         from pyarrow import ArrowException, parquet  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -391,7 +391,7 @@ def _parquet(file: Path) -> Iterator[JsonRow]:
         ) from None
 
 
-def _datasets_folder(folder: Path) -> Sequence[JsonRow]:
+def _datasets_folder(folder: Path) -> Sequence[Row]:
     try:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError:

@@ -25,7 +25,7 @@ from realhf.api.environment import (
     ToolCall,
     Turn,
 )
-from realhf.api.messages import silence
+from realhf.api.messages import find_missing_request
 from realhf.env.loader.author import (
     accepts_keyword,
     author_code,
@@ -47,10 +47,11 @@ from realhf.env.loader.tool_schemas import (
 from realhf.env.loader.validation import (
     BrokenContract,
     copy_json,
+    format_value,
     json_problem,
     replace_surrogates,
     require_valid,
-    shown,
+    format_value,
     state_key_problems,
     validate_messages,
     validate_numbers,
@@ -149,11 +150,11 @@ class ToolPlay:
             row.setdefault("seed", seed)
         text = await self._call("reset", row)
         if text is not None and not isinstance(text, str):
-            raise BrokenContract(f"reset must return text or None, not {shown(text)}")
+            raise BrokenContract(f"reset must return text or None, not {format_value(text)}")
         messages = _append_text(
             prompt_messages(task.get("prompt", ""), "prompt"), replace_surrogates(text or "")
         )
-        if "prompt" in task and (problem := silence(messages)):
+        if "prompt" in task and (problem := find_missing_request(messages)):
             raise BrokenContract(f"with what reset returned, the prompt {problem}")
         return Opening(messages, self._class.schemas, state_key=self._state_key())
 
@@ -218,7 +219,7 @@ class ToolPlay:
         reply = await self._call(USER_REPLY, {"text": message.content})
         if reply is not None and not isinstance(reply, str):
             raise BrokenContract(
-                f"{USER_REPLY} must return text, or None to end the episode, not {shown(reply)}"
+                f"{USER_REPLY} must return text, or None to end the episode, not {format_value(reply)}"
             )
         return None if reply is None else replace_surrogates(reply)
 
@@ -352,7 +353,7 @@ def read_question(prompt: Any, name: str) -> Sequence[ChatMessage]:
     """Return the messages of a prompt that must ask the policy something. Raises BrokenContract
     that begins with ``name``."""
     messages = prompt_messages(prompt, name)
-    if problem := silence(messages):
+    if problem := find_missing_request(messages):
         raise BrokenContract(f"{name} {problem}")
     return messages
 

@@ -182,29 +182,29 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 def _policy_message(turn: PlayedTurn) -> dict[str, Any]:
     """Return a turn of the policy as a message. ``text`` is its whole output, if this is more than
     ``content``."""
-    said = turn.said
-    if said is None:
+    policy_turn = turn.policy_turn
+    if policy_turn is None:
         return {"role": "assistant", "content": _limit_text(turn.text)}
-    found: dict[str, Any] = {"role": "assistant", "content": _limit_text(said.content)}
-    if said.reasoning:
-        found["reasoning"] = _limit_text(said.reasoning)
-    if said.tool_calls:
-        found["tool_calls"] = [
+    message: dict[str, Any] = {"role": "assistant", "content": _limit_text(policy_turn.content)}
+    if policy_turn.reasoning:
+        message["reasoning"] = _limit_text(policy_turn.reasoning)
+    if policy_turn.tool_calls:
+        message["tool_calls"] = [
             {"id": call.id, "name": call.name, "arguments": limit_size(call.arguments)}
             | ({"text": _limit_text(call.text), "problem": call.problem} if call.problem else {})
-            for call in said.tool_calls
+            for call in policy_turn.tool_calls
         ]
-    if said.text and said.text != said.content:
-        found["text"] = _limit_text(said.text)
-    return found
+    if policy_turn.text and policy_turn.text != policy_turn.content:
+        message["text"] = _limit_text(policy_turn.text)
+    return message
 
 
 def _turn_record(outcome: RolloutOutcome, number: int, turn: PlayedTurn) -> dict[str, Any]:
     """Return the numbers of a turn, with ``version`` and ``n_tokens`` if the row contains its
     tokens."""
     rewards = outcome.turn_rewards
-    found: dict[str, Any] = {"reward": rewards[number] if number < len(rewards) else turn.reward}
-    found |= _environment_fields(turn)
+    record: dict[str, Any] = {"reward": rewards[number] if number < len(rewards) else turn.reward}
+    record |= _environment_fields(turn)
     place = number - outcome.first_turn
     if 0 <= place < len(outcome.turn_starts):
         start = outcome.turn_starts[place]
@@ -216,30 +216,30 @@ def _turn_record(outcome: RolloutOutcome, number: int, turn: PlayedTurn) -> dict
         last = next(
             (version for version in reversed(outcome.versions[start:end]) if version >= 0), -1
         )
-        found["version"] = [outcome.versions[start], last]
-        found["n_tokens"] = sum(outcome.loss_mask[start:end])
-    return found
+        record["version"] = [outcome.versions[start], last]
+        record["n_tokens"] = sum(outcome.loss_mask[start:end])
+    return record
 
 
 def _step_record(turn: PlayedTurn) -> dict[str, Any]:
-    answered = [_message(message) for message in turn.messages]
+    messages = [_message(message) for message in turn.messages]
     return {
         "said": _limit_text(turn.text),
-        "messages": answered,
+        "messages": messages,
         "reward": turn.reward,
         **_environment_fields(turn),
     }
 
 
 def _environment_fields(turn: PlayedTurn) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if turn.rewards:
-        found["rewards"] = dict(turn.rewards)
+        fields["rewards"] = dict(turn.rewards)
     if turn.metrics:
-        found["metrics"] = dict(turn.metrics)
+        fields["metrics"] = dict(turn.metrics)
     if turn.info:
-        found["info"] = _limit_info(turn.info)
-    return found
+        fields["info"] = _limit_info(turn.info)
+    return fields
 
 
 def _limit_info(info: Mapping[str, Any]) -> Any:
@@ -266,7 +266,7 @@ def _limit_info(info: Mapping[str, Any]) -> Any:
 def _token_record(outcome: RolloutOutcome, texts: Texts | None) -> dict[str, Any]:
     """Return the token ids of prompt and completion, and the engine's data of each token of the
     completion."""
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "prompt_ids": outcome.prompt_ids,
         "ids": outcome.completion_ids,
         "logprobs": [round(value, _DIGITS) for value in outcome.logprobs],
@@ -275,9 +275,9 @@ def _token_record(outcome: RolloutOutcome, texts: Texts | None) -> dict[str, Any
         "turn_starts": list(outcome.turn_starts),
     }
     if texts is not None:
-        found["prompt_texts"] = texts(outcome.prompt_ids)
-        found["texts"] = texts(outcome.completion_ids)
-    return found
+        record["prompt_texts"] = texts(outcome.prompt_ids)
+        record["texts"] = texts(outcome.completion_ids)
+    return record
 
 
 def _limit_text(text: Any) -> Any:

@@ -209,12 +209,12 @@ class RolloutWriter(RolloutRecorder):
             self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
             self._thread.start()
 
-    def played(self, sample: PlayedSample) -> None:
+    def record_played(self, sample: PlayedSample) -> None:
         """See ``RolloutRecorder``."""
         if self.keeps and self._selection.selects(sample.key or sample.id):
             self._enqueue(sample)
 
-    def trained(self, rows: TrainedRows) -> None:
+    def record_trained(self, rows: TrainedRows) -> None:
         """See ``RolloutRecorder``."""
         if self.keeps:
             self._enqueue(rows)

@@ -94,7 +94,7 @@ def test_what_is_left_out_of_the_loss_is_in_the_statistics(rows: Any) -> None:
 def test_a_group_has_signal_where_rewards_differ(
     rewards: list[float | None], least: int, signal: bool
 ) -> None:
-    assert GroupSignal(least).of(SampleResult("a", rewards=rewards)) == signal
+    assert GroupSignal(least).has_signal(SampleResult("a", rewards=rewards)) == signal
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_signal_is_judged_where_rewards_are_cut(
     )
     ppo = policy_options(config)
     sample = SampleResult("a", rewards=rewards)
-    assert actor_gen(config, ppo).signal.of(sample) == signal
+    assert actor_gen(config, ppo).signal.has_signal(sample) == signal
     scored = rew_inf(config, replace_args(ppo))
     interface = OutcomeRewardInterface(**scored.interface_args)
     rows = batch([[[3], [3]]] * 2, [rewards] * 2).remap_keys({"rewards": "env_rewards"})
@@ -149,7 +149,7 @@ def test_signal_is_what_the_estimators_see(rollout_batch: Any) -> None:
         ("maxrl", 1),
         ("pass_at_k", 2),
     ):
-        expected = [GroupSignal(k=k).of(SampleResult("", rewards=group)) for group in told]
+        expected = [GroupSignal(k=k).has_signal(SampleResult("", rewards=group)) for group in told]
         assert expected == [k == 1, False, False, False, True]
         options = {"adv_estimator": estimator} | ({"pass_at_k": k} if k > 1 else {})
         prepared = PolicyGradientInterface(options).prepare(sample)[0]

@@ -165,10 +165,10 @@ class Kept:
     def __init__(self):
         self.rows: list[TrainedRows] = []
 
-    def played(self, sample):
+    def record_played(self, sample):
         raise AssertionError("nothing is played here")
 
-    def trained(self, rows):
+    def record_trained(self, rows):
         self.rows.append(rows)
 
 

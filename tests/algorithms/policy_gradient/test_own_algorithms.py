@@ -264,7 +264,7 @@ def test_nonsense_is_refused(ppo: dict[str, Any], own: dict[str, Any], said: str
         ),
         (
             "Algorithm(preset={'algo': 'dapo'})",
-            "preset: algo is what the algorithm itself is named by",
+            "preset: must not contain algo",
         ),
         ("Algorithm(loss=lambda terms: 0)", r"loss: must be a function of \(terms, ppo, own\)"),
         (
@@ -273,10 +273,10 @@ def test_nonsense_is_refused(ppo: dict[str, Any], own: dict[str, Any], said: str
         ),
         (
             "Algorithm(loss=f, preset={'loss': 'ppo'})",
-            "preset: loss=ppo beside a function of its own",
+            "preset: loss=ppo and a function of its own",
         ),
         ("Algorithm(loss=f, clip_options=('eps',))", "clip_options: 'eps' is none of eps_clip"),
-        ("Algorithm(clip_options=('ratio',))", "clip_options: are about a loss, and there is none"),
+        ("Algorithm(clip_options=('ratio',))", "clip_options: need a loss"),
         ("Algorithm(options=int)", "options: must be a dataclass"),
         ("Algorithm(options=Empty)", "options: nothing reads them without a loss or advantages"),
         ("Algorithm(loss=f, options=Open)", "options: every field of Open needs a default"),

@@ -14,8 +14,8 @@ from realhf.api.chat_template import (
     ChatTemplateError,
     ControlWords,
     TemplateChat,
-    control_words,
-    reasoning_end,
+    find_control_words,
+    find_reasoning_end,
 )
 from realhf.backends.builtin_policy import train_tokenizer
 from tests.api.chat.templates import INSISTS, LLAMA3, QWEN3, QWEN25, SMOLLM2, tokenizer
@@ -258,7 +258,7 @@ def test_a_cue_that_opens_the_reasoning_goes_with_it():
 @given(st.lists(st.sampled_from([*"<>/ab\n ", "<think>", "</think>", "<tool_call>"]), max_size=30))
 def test_any_words_of_a_policy_have_an_end_of_reasoning(parts: list[str]) -> None:
     text = "".join(parts)
-    place = reasoning_end(text)
+    place = find_reasoning_end(text)
     assert 0 <= place <= len(text) and (place == 0 or "</think>" in text[:place])
 
 
@@ -291,7 +291,7 @@ CHATS = {
 
 
 def words_of(chat):
-    return sorted(control_words(chat._tokenizer, chat._framing()))
+    return sorted(find_control_words(chat._tokenizer, chat._render_framing()))
 
 
 def control_ids(chat, ids):
@@ -369,7 +369,7 @@ def test_other_texts_are_encoded_as_ever(text, name):
         messages, tokenize=False, add_generation_prompt=True
     )
     assert chat.opening(messages) == chat._tokenizer.encode(rendered, add_special_tokens=False)
-    assert ControlWords(words_of(chat)).broken(messages) == messages
+    assert ControlWords(words_of(chat)).escape(messages) == messages
 
 
 def test_roles_names_and_schemas_are_no_way_in_either():
@@ -395,16 +395,16 @@ def test_roles_names_and_schemas_are_no_way_in_either():
 def test_parts_of_a_content_do_not_join_to_a_control_word():
     words = ControlWords(["<|im_end|>"])
     parts = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]
-    assert "<|im_end|>" not in "".join(part["text"] for part in words.broken(parts))
+    assert "<|im_end|>" not in "".join(part["text"] for part in words.escape(parts))
     harmless = [{"type": "text", "text": "a <"}, {"type": "text", "text": "b>"}, {"type": "image"}]
-    assert words.broken(harmless) == harmless
+    assert words.escape(harmless) == harmless
 
 
 @given(st.text("ab §", max_size=12))
 def test_words_that_overlap_hold_spaces_or_have_one_letter(text):
     """Only a word of one letter is left out; a word of spaces is none."""
     words = ("aba", "a b", "§")
-    broken = ControlWords([*words, " ", ""]).broken(text)
+    broken = ControlWords([*words, " ", ""]).escape(text)
     assert not any(word in broken for word in words)
     assert broken.replace(" ", "") == text.replace("§", "").replace(" ", "")
     assert broken == text or any(word in text for word in words)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.api.chat_template import ChatTemplateError, TemplateChat, family_of
+from realhf.api.chat_template import ChatTemplateError, TemplateChat, detect_family
 from realhf.api.tool_parser import FAMILIES, MAX_CALLS, MAX_DEPTH, parse_turn
 from realhf.aws.messages import extract_command
 from realhf.backends.builtin_policy import CHAT_TEMPLATE, train_tokenizer
@@ -81,7 +81,7 @@ def test_the_pieces_join_to_what_the_template_renders(name: str, tools: list[Any
     chat = chat_of(template, eos, template_kwargs=variables)
     tok = chat._tokenizer
     stop = chat.stop_ids[0]
-    family = family_of(template)
+    family = detect_family(template)
     messages: list[dict[str, Any]] = list(OPENING)
     ids = chat.opening(messages, tools)
     for turn, where in enumerate(("under </tool_call>", "über", "")):
@@ -135,7 +135,7 @@ def test_tools_are_refused_by_a_template_that_does_not_read_them():
      ("<tool_call>\n<function=x>", "xml"), ("{{ '<|python_tag|>' }}", "llama"), ("", "plain")],
 )  # fmt: skip
 def test_the_template_says_how_calls_are_written(template: str, family: str) -> None:
-    assert family_of(template) == family
+    assert detect_family(template) == family
 
 
 def test_a_tokenizer_with_a_template_for_tools_uses_it():

@@ -67,7 +67,7 @@ def test_a_list_is_not_shared_between_configurations():
             "inner.share=nan: must be positive and at most 1. A share of the whole.",
         ),
         ({"words": ["a", "c"]}, "inner.words=c: unknown (known: a, b)"),
-        ({"medium": "c"}, "inner.medium=c: is gone; b does the same (known: a, b)"),
+        ({"medium": "c"}, "inner.medium=c: is no longer supported; b does the same (known: a, b)"),
         ({"loss": "pop"}, "inner.loss=pop: unknown (known: losses, ppo); did you mean 'ppo'?"),
         ({"low": 8, "high": 7}, "inner.low=8: above inner.high=7"),
     ],

@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from realhf.api.calls import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease, rank_of
+from realhf.api.calls import ACCEPTED, DUPLICATE, REFUSED, Arrival, RolloutLease, payload_rank
 from realhf.api.config import AsyncConfig
 from realhf.api.experiment import InterfaceType, MFCDef, RolloutOptions, RolloutSpec
 from realhf.api.generation import WeightsManifest
@@ -149,12 +149,12 @@ class FakeWorkers:
         self, rank: int, alive: list[list[int]], newest: list[int] | None, ranks: int
     ) -> None:
         """As if every payload had a segment of its own."""
-        own = {ref[0] for ref in alive if rank_of(ref) == rank}
+        own = {ref[0] for ref in alive if payload_rank(ref) == rank}
         horizon = max([*own, *(newest[:1] if newest else [])], default=0)
         kept = {tuple(ref) for ref in alive}
         for ref in list(self.refs):
-            gone = rank_of(ref) == rank and ref[0] < horizon and ref[0] not in own
-            if gone or (rank == 0 and rank_of(ref) >= ranks and ref not in kept):
+            gone = payload_rank(ref) == rank and ref[0] < horizon and ref[0] not in own
+            if gone or (rank == 0 and payload_rank(ref) >= ranks and ref not in kept):
                 self.refs.discard(ref)
                 self.payloads.pop(ref[1], None)
                 self.pruned += 1

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.env.loader.validation import coerce, json_problem, shown
+from realhf.env.loader.validation import coerce, format_value, json_problem
 
 
 class Colour(enum.Enum):
@@ -183,5 +183,5 @@ def test_any_json_is_taken_or_refused_and_a_taken_value_is_taken_again(
 @pytest.mark.slow
 @given(JSON)
 def test_what_is_shown_is_short_whatever_it_is(value: Any) -> None:
-    assert len(shown(value)) < 2000
-    assert len(shown([10**5000, "x" * 10**6, {"a": [[[[1]]]]}])) < 300
+    assert len(format_value(value)) < 2000
+    assert len(format_value([10**5000, "x" * 10**6, {"a": [[[[1]]]]}])) < 300

@@ -26,14 +26,14 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
     recorder = RolloutWriter(folder, "model_worker/0", Selection(), limit_bytes=2**30)
-    recorder.played(sample(id="make-bucket@0"))
+    recorder.record_played(sample(id="make-bucket@0"))
     failed = outcome(None, status="timeout", message="no answer", turns=(), completion_ids=[], logprobs=[], versions=[],
                      loss_mask=[], turn_starts=[])  # fmt: skip
-    recorder.played(
+    recorder.record_played(
         sample(id=f"../{NASTY}", outcomes=[outcome(0.25, text=NASTY, status="max_turns"), failed])
     )
-    recorder.trained(trained(["make-bucket@0"]))
-    recorder.played(
+    recorder.record_trained(trained(["make-bucket@0"]))
+    recorder.record_played(
         sample(id="eval/sampled/5/t/0", step=5, split="eval/sampled", outcomes=[outcome()])
     )
     recorder.close()

@@ -40,7 +40,7 @@ def write(
     """As a process of the run does, from its beginning to its end."""
     recorder = RolloutWriter(run, worker, ALL, limit_bytes=limit, **options)
     for item in items:
-        (recorder.trained if hasattr(item, "mask") else recorder.played)(item)  # type: ignore[arg-type]
+        (recorder.record_trained if hasattr(item, "mask") else recorder.record_played)(item)  # type: ignore[arg-type]
     recorder.close()
     time.sleep(0.002)  # incarnations are named by the millisecond
 
@@ -374,7 +374,7 @@ def test_a_killed_process_loses_at_most_what_it_had_not_flushed(tmp_path: Path):
         "recorder = writer.RolloutWriter(pathlib.Path(sys.argv[1]), 'w/0', Selection(), "
         "limit_bytes=10**9)\n"
         "for number in range(10**6):\n"
-        "    recorder.played(sample(id=f's@{number}'))\n"
+        "    recorder.record_played(sample(id=f's@{number}'))\n"
         "    time.sleep(0.001)\n"
     )
     process = subprocess.Popen(
@@ -399,10 +399,10 @@ def test_recording_stops_at_its_bound_and_says_so_once(tmp_path: Path, caplog: p
     due = time.monotonic() + 60
     number = 0
     while recorder.keeps and time.monotonic() < due:
-        recorder.played(sample(id=f"s@{number}"))
+        recorder.record_played(sample(id=f"s@{number}"))
         number += 1
         time.sleep(0.002)
-    recorder.played(sample(id="late"))
+    recorder.record_played(sample(id="late"))
     recorder.close()
     store = read(tmp_path)
     assert 0 < len(store.play.lines) < 2 * number
@@ -436,7 +436,7 @@ def test_a_disk_that_fails_stops_recording_and_nothing_else(
 
         monkeypatch.setattr("realhf.monitor.rollouts.writer.os.write", full)
     recorder = RolloutWriter(tmp_path, "w/0", ALL, limit_bytes=2**30)
-    recorder.played(sample())
+    recorder.record_played(sample())
     if fault == "gone":
         due = time.monotonic() + 60
         while not list(tmp_path.glob("*/*.index.jsonl")) and time.monotonic() < due:
@@ -444,9 +444,9 @@ def test_a_disk_that_fails_stops_recording_and_nothing_else(
         shutil.rmtree(tmp_path / FOLDER)
     due = time.monotonic() + 60
     while recorder.keeps and time.monotonic() < due:
-        recorder.played(sample())
+        recorder.record_played(sample())
         time.sleep(0.002)
-    recorder.trained(trained(["make-bucket@0"]))
+    recorder.record_trained(trained(["make-bucket@0"]))
     recorder.close()
     recorder.close()
     assert not recorder.keeps
@@ -483,8 +483,8 @@ def test_the_choice_is_that_of_whole_groups_and_the_same_everywhere(tmp_path: Pa
     assert build_selection(MonitorConfig(), n_seqs=16, group_size=8).share == 1
     recorder = RolloutWriter(tmp_path, "w/0", Selection(0.125, 0.5), limit_bytes=2**30)
     for name in ids[:64]:
-        recorder.played(sample(id=name))
-    recorder.trained(trained(ids[:64]))
+        recorder.record_played(sample(id=name))
+    recorder.record_trained(trained(ids[:64]))
     recorder.close()
     store = read(tmp_path)
     assert (
@@ -498,7 +498,7 @@ def test_the_choice_is_that_of_whole_groups_and_the_same_everywhere(tmp_path: Pa
 
 def test_nothing_is_written_where_nothing_is_kept(tmp_path: Path):
     recorder = RolloutWriter(tmp_path, "w/0", Selection(0.0), limit_bytes=2**30)
-    recorder.played(sample())
+    recorder.record_played(sample())
     recorder.close()
     assert not recorder.keeps and list(tmp_path.iterdir()) == []
 

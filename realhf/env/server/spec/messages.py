@@ -15,12 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from realhf.api.environment import SPLITS, AssistantMessage, Opening, ToolCall, Turn
 from realhf.api.messages import tool_problems
-from realhf.api.tool_parser import MAX_CALLS, CallProblem, broken_call, call_of, read_json
+from realhf.api.tool_parser import MAX_CALLS, CallProblem, build_call, malformed_call, read_json
 from realhf.env.loader.validation import (
     BrokenContract,
     info_problems,
     require_valid,
-    shown,
+    format_value,
     state_key_problems,
     turn_problems,
     validate_messages,
@@ -161,7 +161,7 @@ def to_message(action: Mapping[str, Any]) -> AssistantMessage:
     calls = action.get("tool_calls", [])
     tool_calls = [_to_call(entry, position) for position, entry in enumerate(calls[:MAX_CALLS])]
     if len(calls) > MAX_CALLS:
-        tool_calls.append(broken_call(f"a turn has at most {MAX_CALLS} calls", "", MAX_CALLS))
+        tool_calls.append(malformed_call(f"a turn has at most {MAX_CALLS} calls", "", MAX_CALLS))
     return AssistantMessage(
         content,
         tuple(tool_calls),
@@ -190,7 +190,7 @@ def _to_call(entry: Any, position: int) -> ToolCall:
     try:
         text = json.dumps(entry, separators=(",", ":"))
     except RecursionError:
-        return broken_call("nested too deep", "", position)
+        return malformed_call("nested too deep", "", position)
     inner = entry.get("function", entry) if isinstance(entry, dict) else entry
     try:
         value, _ = read_json(json.dumps(inner), 0)
@@ -198,13 +198,13 @@ def _to_call(entry: Any, position: int) -> ToolCall:
             value["arguments"] = _parse_whole(value["arguments"])
     except CallProblem as problem:
         name = inner.get("name") if isinstance(inner, dict) else None
-        return broken_call(
+        return malformed_call(
             str(problem),
             text,
             position,
             name=name if isinstance(name, str) and name.isascii() else "",
         )
-    call = call_of(value, text, position, arguments_key="arguments")
+    call = build_call(value, text, position, arguments_key="arguments")
     call_id = entry.get("id") if isinstance(entry, dict) else None
     if isinstance(call_id, str) and call_id and not wire.size_problem(call_id):
         return replace(call, id=call_id)
@@ -224,7 +224,7 @@ def opening_observation(opening: Any, system_prompt: str) -> dict[str, Any]:
     """Return the observation of a reset. ``system_prompt`` is put first, unless the environment's
     messages start with a system message. Raises BrokenContract."""
     if not isinstance(opening, Opening):
-        raise BrokenContract(f"reset must return an Opening, not {shown(opening)}")
+        raise BrokenContract(f"reset must return an Opening, not {format_value(opening)}")
     messages = [dict(message) for message in validate_messages(opening.messages, "messages")]
     if system_prompt and (not messages or messages[0]["role"] != "system"):
         messages.insert(0, {"role": "system", "content": system_prompt})
@@ -238,7 +238,7 @@ def turn_observation(turn: Any) -> tuple[dict[str, Any], float | None, bool]:
     """Return the observation of a step, its reward, and whether the episode is over. Raises
     BrokenContract."""
     if not isinstance(turn, Turn):
-        raise BrokenContract(f"step must return a Turn, not {shown(turn)}")
+        raise BrokenContract(f"step must return a Turn, not {format_value(turn)}")
     require_valid(turn, turn_problems(turn))
     observation: dict[str, Any] = {
         "messages": [dict(message) for message in turn.messages],
