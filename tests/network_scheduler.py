@@ -23,7 +23,7 @@ class OnHosts(LocalScheduler):
     """``LocalScheduler`` for processes in namespaces."""
 
     def __init__(self, hosts: Hosts) -> None:
-        super().__init__(orphans_are_ours=True)
+        super().__init__(adopts_orphans=True)
         self._hosts = hosts
 
     def start(self, spec: WorkerSpec) -> None:

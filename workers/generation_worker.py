@@ -45,7 +45,7 @@ from realhf.transport.rpc_worker import RpcWorker
 from realhf.transport.service import ServiceRequest, ServiceServer
 from realhf.transport.sockets import raise_descriptor_limit
 from realhf.transport.weights import receive
-from workers.worker_main import network_of, run_planned
+from workers.worker_main import run_planned, worker_network
 
 LEAVE_WITHIN_S = 15.0
 """Seconds within which a dismissed worker must exit, even if it hangs in an update: its successor
@@ -93,7 +93,7 @@ class VersionGate:
 
     Thread-safe.
 
-    A held request
+    A waiting request
       produces: a call of ``go`` or ``give_up``;
       waits for: an engine version of at least ``at_least``;
       unblocked by: ``open`` after an update, or ``drop``.
@@ -101,7 +101,7 @@ class VersionGate:
 
     def __init__(self, version: Callable[[], int]) -> None:
         self._version = version
-        self._held: dict[int, tuple[int, Callable[[], None], Callable[[], None]]] = {}
+        self._waiting: dict[int, tuple[int, Callable[[], None], Callable[[], None]]] = {}
         """Minimum version, ``go`` and ``give_up`` of each waiting request, by slot."""
         self._lock = threading.Lock()
 
@@ -112,7 +112,7 @@ class VersionGate:
         the slot is dropped before."""
         with self._lock:
             if self._version() < at_least:
-                self._held[slot] = (at_least, go, give_up)
+                self._waiting[slot] = (at_least, go, give_up)
                 return
         go()
 
@@ -121,15 +121,17 @@ class VersionGate:
         update."""
         with self._lock:
             version = self._version()
-            ready = [slot for slot, (at_least, _, _) in self._held.items() if at_least <= version]
-            callbacks = [self._held.pop(slot)[1] for slot in ready]
+            ready = [
+                slot for slot, (at_least, _, _) in self._waiting.items() if at_least <= version
+            ]
+            callbacks = [self._waiting.pop(slot)[1] for slot in ready]
         for go in callbacks:
             go()
 
     def drop(self, slots: Sequence[int]) -> None:
         """Call ``give_up`` of the requests of these slots."""
         with self._lock:
-            callbacks = [self._held.pop(slot)[2] for slot in slots if slot in self._held]
+            callbacks = [self._waiting.pop(slot)[2] for slot in slots if slot in self._waiting]
         for give_up in callbacks:
             give_up()
 
@@ -194,7 +196,7 @@ class GenerationWorker:
         run_id: str,
         master: str,
         network: Network = LOOPBACK,
-        beside_trainer: bool | None = None,
+        shares_gpu: bool | None = None,
     ) -> None:
         self._plan = plan
         self._stack = ExitStack()
@@ -219,11 +221,11 @@ class GenerationWorker:
                 timeout_s=plan.rpc.connect_timeout_s,
                 tracer=self._tracer,
                 on_death=self._on_engine_death,
-                shared=_shares_gpu(plan, name) if beside_trainer is None else beside_trainer,
+                shared=_shares_gpu(plan, name) if shares_gpu is None else shares_gpu,
             )
         )
         self._gate = VersionGate(lambda: self._engine.version)
-        self._held = EngineWeightDigests(self._engine)
+        self._held_weights = EngineWeightDigests(self._engine)
         policy = spec.options.kv_policy
         prefix = probe_ids(tokenizer, model.engine.name, policy, longest_sequence(model))
         self._probe = WeightProbe(self._engine, prefix, policy)
@@ -239,13 +241,13 @@ class GenerationWorker:
             master,
             ordered=dict(
                 [
-                    UPDATE_WEIGHTS.served_by(self._update_weights),
-                    PROBE_WEIGHTS.served_by(self._probe.sample),
-                    PIN_WEIGHTS.served_by(self._pinned.pin),
-                    UNPIN_WEIGHTS.served_by(self._pinned.unpin),
+                    UPDATE_WEIGHTS.with_handler(self._update_weights),
+                    PROBE_WEIGHTS.with_handler(self._probe.sample),
+                    PIN_WEIGHTS.with_handler(self._pinned.pin),
+                    UNPIN_WEIGHTS.with_handler(self._pinned.unpin),
                 ]
             ),
-            immediate=dict([STATUS.served_by(self._status)]),
+            immediate=dict([STATUS.with_handler(self._status)]),
             endpoints={"generation": self._service.endpoint},
             network=network,
             connect_timeout_s=plan.rpc.connect_timeout_s,
@@ -300,18 +302,18 @@ class GenerationWorker:
         with self._tracer.span(f"{WEIGHTS}/stage", version=manifest.version):
             tensors = receive(manifest, self._plan.rpc.control_timeout_s, network=self._network)
         staged_at = time.perf_counter()
-        changed = [] if manifest.trial else self._held.find_changed()
+        changed = [] if manifest.trial else self._held_weights.find_changed()
         checked_at = time.perf_counter()
         with self._tracer.span(f"{WEIGHTS}/load", version=manifest.version):
             self._engine.load_weights(manifest.version, tensors, again=manifest.trial > 0)
         self._gate.open()
         loaded_at = time.perf_counter()
         with self._tracer.span(f"{WEIGHTS}/digest", version=manifest.version):
-            held = self._held.digest_after_load(manifest, tensors)
+            digests = self._held_weights.digest_after_load(manifest, tensors)
         digest_s = checked_at - staged_at + time.perf_counter() - loaded_at
         stage_ms = 1000 * (staged_at - started_at)
         pause_ms = 1000 * (loaded_at - checked_at)
-        return UpdateWeightsAnswer(stage_ms, pause_ms, 1000 * digest_s, held, changed)
+        return UpdateWeightsAnswer(stage_ms, pause_ms, 1000 * digest_s, digests, changed)
 
     def _status(self, request: Nothing) -> StatusAnswer:
         del request
@@ -349,10 +351,10 @@ def main() -> int:
         if plan.spec.rollout is None:
             raise ValueError(f"experiment {plan.spec.name} has no generation workers")
         raise_descriptor_limit()
-        network = network_of(plan, args)
-        beside_trainer = {"yes": True, "no": False}.get(args.beside_trainer)
+        network = worker_network(plan, args)
+        shares_gpu = {"yes": True, "no": False}.get(args.beside_trainer)
         worker = GenerationWorker(
-            plan, plan.spec.rollout, args.index, args.run_id, args.master, network, beside_trainer
+            plan, plan.spec.rollout, args.index, args.run_id, args.master, network, shares_gpu
         )
         collect_garbage_normally()
         worker.run()
@@ -361,11 +363,11 @@ def main() -> int:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    about = (
+    description = (
         "whether a model worker computes on the same GPU, given by the scheduler (default: "
         "according to the plan)"
     )
-    parser.add_argument("--beside-trainer", choices=("yes", "no"), help=about)
+    parser.add_argument("--beside-trainer", choices=("yes", "no"), help=description)
 
 
 if __name__ == "__main__":

@@ -130,8 +130,8 @@ class MasterWorker:
         self._roles = Roles(
             plan.spec, self._rpc, timeout_s=plan.rpc.call_timeout_s, trusted=plan.network.trusted
         )
-        self._loads = HostLoadMetrics()
-        self._wall_before = 0.0
+        self._host_load = HostLoadMetrics()
+        self._earlier_wall_s = 0.0
         """Seconds that the run took before this start."""
         self._saved_step = 0
         """Completed steps of the last checkpoint."""
@@ -367,32 +367,32 @@ class MasterWorker:
     async def _train_steps(self, done: int, total: int) -> None:
         checkpoint_due = False
         # start the measurement: load before the first step is not counted
-        self._loads.measure(self._rpc.loads())
+        self._host_load.measure(self._rpc.loads())
         for step in range(done, total):
             try:
                 report = await self._execute(step)
             except EndOfData as end:
-                await self._data_ended(step, end)
+                await self._finish_early(step, end)
                 break
             except StepAbandoned:
                 await self._save_and_stop(step)
             if self._spec.rollout is not None:
                 await self._roles.gather_weights(self._spec.rollout.role)
-            await self._unless_stopped(self._steps.publish(step + 1))
+            await self._wait_unless_stopped(self._steps.publish(step + 1))
             await self._report(report)
             checkpoint_due = checkpoint_due or (step + 1) % self._plan.exp_ctrl.ckpt_freq_steps == 0
             # A checkpoint waits for the running evaluation, because a resumed run does not repeat
             # evaluations of earlier steps. If each evaluation lasts until the next one is due, the
             # only time for a checkpoint is between the two.
             if step + 1 == total or (checkpoint_due and self._evaluation_is_due(step + 1)):
-                await self._unless_stopped(self._wait_for_evaluation())
+                await self._wait_unless_stopped(self._wait_for_evaluation())
             if self._stop.is_set():
                 await self._save_and_stop(step + 1)
             if step + 1 == total or (checkpoint_due and not self._is_evaluating()):
                 await self._checkpoint(step + 1)
                 checkpoint_due = False
             if step + 1 < total:
-                await self._unless_stopped(self._evaluate(step + 1))
+                await self._wait_unless_stopped(self._evaluate(step + 1))
 
     async def _execute(self, step: int) -> StepReport:
         """Run a step.
@@ -404,7 +404,7 @@ class MasterWorker:
             raise StepAbandoned
         running = asyncio.create_task(self._executor.execute_step(step))
         try:
-            await self._unless_stopped(running)
+            await self._wait_unless_stopped(running)
             if running.done():
                 return running.result()
             if self._executor.has_begun_training(step):
@@ -429,7 +429,7 @@ class MasterWorker:
             raise StepAbandoned
         return running.result()
 
-    async def _unless_stopped(self, work: Coroutine[Any, Any, T] | asyncio.Task[T]) -> None:
+    async def _wait_unless_stopped(self, work: Coroutine[Any, Any, T] | asyncio.Task[T]) -> None:
         """Wait for ``work`` or for a stop request. On the request a coroutine is cancelled, while a
         task goes on.
 
@@ -451,7 +451,7 @@ class MasterWorker:
         if completed > self._saved_step:
             if self._is_evaluating():
                 self._events.emit(
-                    "warning", text="the held-out evaluation in play is cut off and not made again"
+                    "warning", text="the running held-out evaluation is cancelled and not repeated"
                 )
             self._log.phase(f"stopping: saving a checkpoint of step {completed}")
             await self._checkpoint(completed)
@@ -467,7 +467,7 @@ class MasterWorker:
         )
         self._events.emit("stopped", text=saved)
 
-    async def _data_ended(self, completed: int, end: EndOfData) -> None:
+    async def _finish_early(self, completed: int, end: EndOfData) -> None:
         """Complete the run after the last step for which there was data. Raises RuntimeError if
         there was none."""
         if completed == 0:
@@ -478,7 +478,7 @@ class MasterWorker:
             text=f"the data ended after step {completed}, before total_train_steps={total}",
         )
         # As before every checkpoint: a resumed run would not repeat the evaluation.
-        await self._unless_stopped(self._wait_for_evaluation())
+        await self._wait_unless_stopped(self._wait_for_evaluation())
         if self._saved_step < completed:
             await self._checkpoint(completed)
 
@@ -499,7 +499,7 @@ class MasterWorker:
         episodes = [text for stats in report.stats.values() for text in stats.get("episodes", [])]
         metrics |= await self._steps.step_metrics(report)
         episodes += self._steps.list_transcripts(report)
-        metrics |= self._loads.measure(self._rpc.loads())
+        metrics |= self._host_load.measure(self._rpc.loads())
         self._log.step(step, public_names(metrics, **self._named_calls), episodes)
         for call in report.calls:
             if call.stats.get("skipped"):
@@ -558,7 +558,7 @@ class MasterWorker:
             await self._wait_for_evaluation()
             await self._export_to(evaluation.role, self._best.candidate)
         if await self._steps.evaluate(
-            step, evaluation, lambda report: self._deliver(step, evaluation, report)
+            step, evaluation, lambda report: self._start_recording(step, evaluation, report)
         ):
             self._log.phase(f"held-out evaluation {when}" + ("" if last else ", beside training"))
             return
@@ -567,7 +567,7 @@ class MasterWorker:
             step, evaluation, await self._run_evaluation(evaluation, step)
         )
 
-    def _deliver(self, step: int, evaluation: EvaluationSpec, report: Report) -> None:
+    def _start_recording(self, step: int, evaluation: EvaluationSpec, report: Report) -> None:
         """Start to record the report of an evaluation that was played in parallel with training.
 
         Raises the error of the previous recording.
@@ -704,7 +704,7 @@ class MasterWorker:
         )
         await self._roles.restore(checkpoint.folder)
         self._executor.load_state_dict(checkpoint.state["executor"])
-        self._wall_before = float(checkpoint.state["wall_seconds"])
+        self._earlier_wall_s = float(checkpoint.state["wall_seconds"])
 
     def _model_paths(self) -> dict[str, str]:
         return {role: model.path for role, model in self._spec.models.items()}
@@ -741,7 +741,7 @@ class MasterWorker:
         self._events.emit("done", summary=summary)
 
     def _wall_seconds(self) -> float:
-        return self._wall_before + time.time() - self._plan.started_at
+        return self._earlier_wall_s + time.time() - self._plan.started_at
 
 
 def check_same_models(
@@ -760,7 +760,7 @@ def check_same_models(
         if not _same_weights(saved.get(role), current.get(role)):
             raise RuntimeError(
                 f"the checkpoint was made with {role} from {saved.get(role)}, this run has it from "
-                f"{current.get(role)}; restore that folder, or start afresh with "
+                f"{current.get(role)}; restore that folder, or start over with "
                 f"recover_mode=disabled"
             )
 

@@ -58,7 +58,7 @@ from realhf.transport.rpc_worker import RpcWorker
 from realhf.transport.sockets import raise_descriptor_limit
 from realhf.transport.tensor_store import TensorStore
 from realhf.transport.weights import Medium, WeightPublisher
-from workers.worker_main import network_of, run_planned
+from workers.worker_main import run_planned, worker_network
 
 if TYPE_CHECKING:
     from realhf.backends.embedded.compute_threads import ComputeThreads
@@ -106,9 +106,9 @@ class ModelWorker:
             master,
             ordered=dict(
                 [
-                    OPEN_WORLD.served_by(self._open_world),
-                    INITIALIZE.served_by(self.initialize),
-                    PUBLISH_WEIGHTS.served_by(self._publish_weights),
+                    OPEN_WORLD.with_handler(self._open_world),
+                    INITIALIZE.with_handler(self.initialize),
+                    PUBLISH_WEIGHTS.with_handler(self._publish_weights),
                     *((call.name, self._host_handler(call.name)) for call in HOST_CALLS),
                 ]
             ),
@@ -190,8 +190,8 @@ class ModelWorker:
     def initialize(self, request: InitializeRequest) -> Nothing:
         """Load the models of this worker and build the interfaces of its calls."""
         spec = self._plan.spec
-        threads = share_of_cores(
-            self._plan.torch_threads, spec.n_model_workers, taken=_generation_threads(spec)
+        threads = set_compute_threads(
+            self._plan.torch_threads, spec.n_model_workers, reserved=_count_generation_threads(spec)
         )
         if self._index in spec.world:
             self._join_world(request.world, request.token)
@@ -264,13 +264,13 @@ class ModelWorker:
         use_threads = getattr(engine, "use_threads", None)
         if use_threads is not None:
             use_threads(threads)
-        if model.engine.name != "embedded" and self._generates(model.role):
+        if model.engine.name != "embedded" and self._samples_tokens_of(model.role):
             engine = self._add_generation_engine(model, engine)
         return Model(
             model.role, engine, engine.tokenizer, model.chat_template_kwargs, model.tool_parser
         )
 
-    def _generates(self, role: str) -> bool:
+    def _samples_tokens_of(self, role: str) -> bool:
         """Return whether this worker samples tokens of a role, for training or evaluation; in
         asynchronous runs the generation workers do."""
         spec = self._plan.spec
@@ -337,24 +337,24 @@ def _build_base_role(model: ModelSpec, trained: Model) -> Model:
     )
 
 
-def share_of_cores(configured: int, n_model_workers: int, taken: int = 0) -> ComputeThreads:
+def set_compute_threads(configured: int, n_model_workers: int, reserved: int = 0) -> ComputeThreads:
     """Return ``configured`` compute threads or, for 0, this worker's share of the usable cores, and
     set torch to it.
 
-    ``taken`` cores are left to generation workers that compute at the same time: threads that wait
+    ``reserved`` cores are left to generation workers that compute at the same time: threads that wait
     for each other lose more by sharing a core than they gain.
     """
     import torch
 
     from realhf.backends.embedded.compute_threads import threads
 
-    cores = usable_cores() - taken
+    cores = usable_cores() - reserved
     count = configured or max(1, cores // n_model_workers)
     torch.set_num_threads(count)
     return threads(count)
 
 
-def _generation_threads(spec: ExperimentSpec) -> int:
+def _count_generation_threads(spec: ExperimentSpec) -> int:
     """Return the number of threads of all generation workers, which compute at the same time as
     this one."""
     options = spec.rollout.options if spec.rollout else None
@@ -367,7 +367,7 @@ def main() -> int:
     def work(plan: RunPlan, args: argparse.Namespace) -> None:
         raise_descriptor_limit()
         block_exit_in_threads()  # a sys.exit in an episode's thread must be an error, not the end of the process
-        ModelWorker(plan, args.index, args.run_id, args.master, network_of(plan, args)).run()
+        ModelWorker(plan, args.index, args.run_id, args.master, worker_network(plan, args)).run()
 
     return run_planned(str(__doc__), work)
 

@@ -48,7 +48,7 @@ WARN_EVERY_S = 10.0
 """Minimum interval in seconds between warnings about failed rounds."""
 
 
-class NothingPlayed(RuntimeError):
+class AllEpisodesFailed(RuntimeError):
     """All episodes of a round failed; the message is the failure of the first one."""
 
 
@@ -89,7 +89,7 @@ class PolicyEpisodes:
         """Play a group of episodes for each of ``count`` tasks and return the groups, in the
         server's format.
 
-        Tasks whose episodes all failed are left out. Raises NothingPlayed if that leaves none.
+        Tasks whose episodes all failed are left out. Raises AllEpisodesFailed if that leaves none.
         """
         items = self._tasks.next_batch(count)
         size = self._options.group_size
@@ -110,7 +110,7 @@ class PolicyEpisodes:
             if (group := group_of(members, template=item.metadata["template"])) is not None
         ]
         if not groups:
-            raise NothingPlayed(f"{outcomes[0].status}: {outcomes[0].message}")
+            raise AllEpisodesFailed(f"{outcomes[0].status}: {outcomes[0].message}")
         return groups
 
 
@@ -175,7 +175,7 @@ class Producer:
         started_at = process_clock.now()
         try:
             groups = self._play(count)
-        except NothingPlayed as error:
+        except AllEpisodesFailed as error:
             since = self._failing_since or started_at
             now = process_clock.now()
             if now - since >= self._options.patience_s:

@@ -39,7 +39,7 @@ from realhf.transport.roster import WorkerInfo
 from realhf.transport.rpc_worker import RpcWorker
 from realhf.transport.service import ServiceClient
 from realhf.transport.sockets import raise_descriptor_limit
-from workers.worker_main import network_of, run_planned
+from workers.worker_main import run_planned, worker_network
 
 DRAIN_S = 30.0
 """Seconds that the trainer has to take the last samples at the end of the run."""
@@ -86,7 +86,7 @@ class RolloutWorker:
             index,
             run_id,
             master,
-            ordered=dict([PLAY.served_by(self._play)]),
+            ordered=dict([PLAY.with_handler(self._play)]),
             network=network,
             connect_timeout_s=plan.rpc.connect_timeout_s,
             on_roster=self._on_roster,
@@ -113,14 +113,14 @@ class RolloutWorker:
         limit_s = self._spec.episodes.message_timeout_s
         while True:
             time.sleep(WATCH_S)
-            if (seconds := watch.look()) > limit_s:
+            if (seconds := watch.blocked_s()) > limit_s:
                 self._failure = RuntimeError(
-                    f"its event loop has been blocked for {seconds:.0f} s: {watch.place()}"
+                    f"its event loop has been blocked for {seconds:.0f} s: {watch.current_line()}"
                 )
                 self._rpc.stop()
                 return
             if seconds:
-                _log.warning("the event loop of the episodes is blocked: %s", watch.place())
+                _log.warning("the event loop of the episodes is blocked: %s", watch.current_line())
 
     def _play(self, request: PlayRequest) -> Nothing:
         """Start the rollout loop in the event loop."""
@@ -275,7 +275,7 @@ def main() -> int:
         collect_garbage_normally()
         block_exit_in_threads()  # a sys.exit in an episode's thread must be an error, not the end of the process
         raise_descriptor_limit()  # to every rank of the trainer, among others
-        network = network_of(plan, args)
+        network = worker_network(plan, args)
         RolloutWorker(plan, plan.spec.rollout, args.index, args.run_id, args.master, network).run()
 
     return run_planned(str(__doc__), work)

@@ -21,7 +21,7 @@ import uvicorn
 import realhf
 from realhf.base import process_clock
 from realhf.base.loopback import is_loopback_host
-from realhf.scheduler.child import leave
+from realhf.scheduler.child import exit_process
 from realhf.scheduler.process import run_guarded
 from realhf.trajectory.http.cli import uvicorn_config
 from realhf.trajectory.http.config import TrajectoryConfig
@@ -133,4 +133,4 @@ def _wait_until_started(server: uvicorn.Server, thread: threading.Thread) -> Non
 
 if __name__ == "__main__":
     # exits at once: a server thread that never stops must not run during interpreter shutdown
-    leave(main())
+    exit_process(main())

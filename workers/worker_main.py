@@ -59,14 +59,14 @@ def parse_index(arguments: argparse.Namespace) -> int:
 def follow_master(
     kind: str,
     url: str,
-    ended: Callable[[], object],
+    wait_until_ended: Callable[[], object],
     arguments: argparse.Namespace,
     network: Network,
 ) -> None:
     """Register the server at ``url`` with the master and serve until the master says goodbye or the
     server ends.
 
-    ``ended()`` must block until the server has ended. Raises ValueError for a name without a
+    ``wait_until_ended()`` must block until the server has ended. Raises ValueError for a name without a
     number, and MasterLost.
     """
     worker = RpcWorker(
@@ -80,30 +80,30 @@ def follow_master(
         network=network,
     )
     threading.Thread(
-        target=lambda: (ended(), worker.stop()), name="watch-server", daemon=True
+        target=lambda: (wait_until_ended(), worker.stop()), name="watch-server", daemon=True
     ).start()
     worker.run()
 
 
-def network_of(plan: RunPlan, arguments: argparse.Namespace) -> Network:
+def worker_network(plan: RunPlan, arguments: argparse.Namespace) -> Network:
     """Return the network of a worker. Raises NetworkError without needed keys or a route to the
     master."""
     return Network.for_worker(plan.network, read_keys(arguments.key_file), arguments.master)
 
 
 def run_planned(
-    about: str,
+    description: str,
     work: Callable[[RunPlan, argparse.Namespace], None],
-    more: Callable[[argparse.ArgumentParser], None] | None = None,
+    add_flags: Callable[[argparse.ArgumentParser], None] | None = None,
 ) -> int:
     """Parse the command line of a worker, load the plan and its plugins, and run ``work(plan,
     arguments)``.
 
-    ``about`` is the description for ``--help``; ``more(parser)`` may add flags. Returns the exit
+    ``description`` is the text for ``--help``; ``add_flags(parser)`` may add flags. Returns the exit
     code.
     """
     parser = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("--run-dir", type=Path, required=True, help="folder with plan.json")
@@ -111,8 +111,8 @@ def run_planned(
     parser.add_argument("--master", required=True, help="the master's endpoint")
     parser.add_argument("--index", type=int, required=True)
     add_key_file(parser)
-    if more is not None:
-        more(parser)
+    if add_flags is not None:
+        add_flags(parser)
     arguments = parser.parse_args()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -199,7 +199,7 @@ def model_worker(args: argparse.Namespace) -> None:
         args.run_id,
         args.master,
         data_endpoint=plane.endpoint,
-        ordered=dict([CALL.served_by(host.call), PUBLISH_WEIGHTS.served_by(fake_publish)]),
+        ordered=dict([CALL.with_handler(host.call), PUBLISH_WEIGHTS.with_handler(fake_publish)]),
         immediate={**host.immediate_handlers(), **stream.handlers()},
     )
     gc.freeze()
@@ -226,9 +226,9 @@ def generation(args: argparse.Namespace) -> None:
         args.run_id,
         args.master,
         ordered=dict(
-            [UPDATE_WEIGHTS.served_by(weights.update), PROBE_WEIGHTS.served_by(weights.probe)]
+            [UPDATE_WEIGHTS.with_handler(weights.update), PROBE_WEIGHTS.with_handler(weights.probe)]
         ),
-        immediate=dict([STATUS.served_by(status)]),
+        immediate=dict([STATUS.with_handler(status)]),
     ).run()
 
 

@@ -86,13 +86,13 @@ class FakeImmediateTrainer:
 
     def handlers(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return (handlers of the ordered lane, handlers of the immediate lane)."""
-        ordered = [CALL.served_by(self._call), PUBLISH_WEIGHTS.served_by(fake_publish)]
+        ordered = [CALL.with_handler(self._call), PUBLISH_WEIGHTS.with_handler(fake_publish)]
         immediate = [
-            CLEAR.served_by(self._clear),
-            STREAM_OPEN.served_by(self._open),
-            STREAM_RESTORE.served_by(self._restore),
-            STREAM_PRUNE.served_by(self._prune),
-            STREAM_CHECK.served_by(self._check),
+            CLEAR.with_handler(self._clear),
+            STREAM_OPEN.with_handler(self._open),
+            STREAM_RESTORE.with_handler(self._restore),
+            STREAM_PRUNE.with_handler(self._prune),
+            STREAM_CHECK.with_handler(self._check),
         ]
         return dict(ordered), dict(immediate)
 
@@ -214,9 +214,9 @@ def generation(index: int, run_id: str, master: str, patience_s: float) -> None:
         run_id,
         master,
         ordered=dict(
-            [UPDATE_WEIGHTS.served_by(weights.update), PROBE_WEIGHTS.served_by(weights.probe)]
+            [UPDATE_WEIGHTS.with_handler(weights.update), PROBE_WEIGHTS.with_handler(weights.probe)]
         ),
-        immediate=dict([STATUS.served_by(status)]),
+        immediate=dict([STATUS.with_handler(status)]),
         endpoints={"generation": "tcp://127.0.0.1:1"},
         connect_timeout_s=patience_s,
         master_lost_after_s=patience_s,

@@ -39,9 +39,9 @@ def to_payload(message: Message, name: str = "") -> Any:
     Raises MessageError for a value of any other type.
     """
     try:
-        return msgspec.to_builtins(message, builtin_types=_BYTES, enc_hook=_plain)
+        return msgspec.to_builtins(message, builtin_types=_BYTES, enc_hook=_to_plain)
     except (TypeError, ValueError, OverflowError) as error:
-        raise MessageError(f"message {_title(type(message), name)}: {error}") from None
+        raise MessageError(f"message {_describe_message(type(message), name)}: {error}") from None
 
 
 def from_payload(kind: type[M], payload: Any, name: str = "") -> M:
@@ -56,7 +56,7 @@ def from_payload(kind: type[M], payload: Any, name: str = "") -> M:
         match = re.search(r"field `(.*)`", text)
         field = place.rstrip("`").lstrip(".") or (match.group(1) if match else "")
         where = f", field {field}" if field else ""
-        raise MessageError(f"message {_title(kind, name)}{where}: {text}") from None
+        raise MessageError(f"message {_describe_message(kind, name)}{where}: {text}") from None
 
 
 @dataclass(frozen=True)
@@ -86,17 +86,17 @@ class Call(Generic[Q, A]):
         """Return the answer of ``peer`` in a payload. Raises MessageError."""
         return from_payload(self.answer, payload, f"{self.name} of {peer}")
 
-    def served_by(self, serve: Callable[[Q], A]) -> tuple[str, Callable[[Any], Any]]:
+    def with_handler(self, serve: Callable[[Q], A]) -> tuple[str, Callable[[Any], Any]]:
         """Return (name, handler from payload to payload) for a worker's table of handlers."""
         return self.name, lambda payload: self.pack_answer(serve(self.unpack(payload)))
 
 
-def _title(kind: type[Message], name: str) -> str:
+def _describe_message(kind: type[Message], name: str) -> str:
     """Return the name of a message for errors."""
     return f"{name} ({kind.__name__})" if name else kind.__name__
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Convert NumPy numbers, and other maps and sequences, to plain ones. Raises TypeError for
     anything else."""
     if isinstance(value, Integral):

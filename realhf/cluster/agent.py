@@ -47,7 +47,7 @@ from realhf.cluster.own_host import describe_host, fingerprint
 from realhf.cluster.placement import ClusterError
 from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
 from realhf.scheduler.local import LocalScheduler, PreparedWorkers
-from realhf.scheduler.process import FATAL, fatal_line, log_end
+from realhf.scheduler.process import FATAL, find_fatal_line, read_log_end
 from realhf.transport import envelope
 from realhf.transport.envelope import unpack_header
 from realhf.transport.errors import NetworkError, ProtocolError
@@ -176,7 +176,7 @@ class HostAgent:
         self._linger_s = linger_s
         self._prepare = prepare
         self._prepared = PreparedWorkers(PREPARED)
-        self._local = LocalScheduler(orphans_are_ours=True, prepared=self._prepared)
+        self._local = LocalScheduler(adopts_orphans=True, prepared=self._prepared)
         self._keys = KeyFiles(folder)
         self._waiting_starts: dict[str, StartWorker] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -443,7 +443,7 @@ class HostAgent:
         ended = dict(self._log_starts)
         self._end_all(0.0)
         for name, (log, since) in ended.items():
-            tail = log_end(log, since, TAIL_BYTES)
+            tail = read_log_end(log, since, TAIL_BYTES)
             self._send(socket, "exited", Exited(name, -signal.SIGTERM, str(log), since, tail))
         self._send(socket, "ended")
 
@@ -477,9 +477,9 @@ class HostAgent:
                 continue
             self._kill_times.pop(event.name, None)
             self._log_starts.pop(event.name, None)
-            tail = log_end(event.log, event.log_from, TAIL_BYTES)
-            if event.words and not fatal_line(tail):  # the disk of the log is full
-                words = f"\n{FATAL}{event.words}\n".encode()
+            tail = read_log_end(event.log, event.log_from, TAIL_BYTES)
+            if event.last_words and not find_fatal_line(tail):  # the disk of the log is full
+                words = f"\n{FATAL}{event.last_words}\n".encode()
                 tail = tail[len(words) - TAIL_BYTES :] + words
             _log.info("%s has ended: %s", event.name, event.reason)
             ended = Exited(

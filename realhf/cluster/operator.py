@@ -24,7 +24,7 @@ from realhf.cluster.messages import (
 )
 from realhf.cluster.options import ELASTIC
 from realhf.cluster.placement import PACKED, kind_of
-from realhf.scheduler.base import BeginAgain, WorkerEvent, WorkerExit, WorkersWanted
+from realhf.scheduler.base import RestartRequest, WorkerEvent, WorkerExit, WorkersWanted
 from realhf.transport.envelope import field, unpack_header
 from realhf.transport.errors import NetworkError, ProtocolError
 from realhf.transport.network import connect_encrypted, parse_host
@@ -164,7 +164,7 @@ def _remove_host(
         table.remove_host(host)
         lines = [f"{host} leaves, and the run begins again with new keys", *lines]
         return OperatorReport(lines), [
-            BeginAgain(f"host {host} was removed, and the run gets new keys")
+            RestartRequest(f"host {host} was removed, and the run gets new keys")
         ]
     table.hosts[host].leave_by = process_clock.now() + LEAVE_S
     waiting = [table.workers.pop(name) for name in table.hosts[host].transfers.withdraw()]

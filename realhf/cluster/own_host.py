@@ -18,7 +18,7 @@ from realhf.base.installation import IMPORT_ROOT
 from realhf.base.process import boot_id, host_token
 from realhf.cluster.messages import HostHello
 from realhf.monitor.provenance import package_versions
-from realhf.scheduler.gpus import gpus_anywhere
+from realhf.scheduler.gpus import global_gpu_names
 from realhf.transport.network import (
     LOOPBACK_ADDRESS,
     find_route_address,
@@ -45,7 +45,7 @@ def own_gpus() -> tuple[str, ...]:
         machine = boot_id()
     except OSError:
         machine = os.uname().nodename
-    return gpus_anywhere(machine)
+    return global_gpu_names(machine)
 
 
 @cache

@@ -57,17 +57,17 @@ from realhf.cluster.own_host import describe_differences, fingerprint
 from realhf.cluster.placement import LAUNCHER, CandidateHost, ClusterError, kind_of
 from realhf.monitor.run_files import note_placement
 from realhf.scheduler.base import (
+    DeferredStart,
     Notice,
     SchedulerDefinition,
     WorkerEvent,
     WorkerExit,
     WorkerLine,
     WorkerSpec,
-    WorkerStarts,
     WorkersWanted,
 )
 from realhf.scheduler.local import LocalScheduler
-from realhf.scheduler.process import failure_cause, fatal_line
+from realhf.scheduler.process import find_failure_cause, find_fatal_line
 from realhf.transport.sockets import raise_descriptor_limit
 
 JOB = "job"
@@ -140,7 +140,7 @@ class ClusterScheduler:
         self._starter = starter
         self._say = say
         self.key_file = Path(options.key_file).expanduser().absolute() if options.key_file else None
-        self._local = LocalScheduler(orphans_are_ours=True)
+        self._local = LocalScheduler(adopts_orphans=True)
         self._table = HostTable()
         self._delayed: dict[str, WorkerSpec] = {}
         self._refused: dict[str, str] = {}
@@ -259,7 +259,7 @@ class ClusterScheduler:
                 self._backlog.append(WorkerExit(name, 1, spec.log, _size(spec.log), str(error)))
             else:
                 if name not in self._delayed:
-                    self._backlog.append(WorkerStarts(name))
+                    self._backlog.append(DeferredStart(name))
 
     def _wait_here(self, timeout_s: float) -> None:
         """Wait for events of local workers and of the endpoint; queue them for ``wait``."""
@@ -655,7 +655,7 @@ def _worker_exit(message: Exited | NotStarted, running: RunningWorker, host: Hos
             f"host {host.hello.name} cannot start it: {message.reason}",
         )
     cause = f"removed with its host {host.hello.name}" if host.leaving else message.cause
-    words = fatal_line(message.tail)
+    words = find_fatal_line(message.tail)
     if host.shared:
         return WorkerExit(message.name, message.exit_code, log, message.log_from, cause, words)
     start = _size(log)
@@ -673,7 +673,11 @@ def _failure_reason(ended: WorkerExit, message: Exited | NotStarted) -> str:
     """Describe in one line why a worker has failed."""
     if isinstance(message, NotStarted):
         return f"cannot be started there: {message.reason}"
-    cause = failure_cause(ended.log, ended.log_from, ended.words) if ended.exit_code > 0 else None
+    cause = (
+        find_failure_cause(ended.log, ended.log_from, ended.last_words)
+        if ended.exit_code > 0
+        else None
+    )
     return f"has ended there at once: {cause or ended.reason}"
 
 

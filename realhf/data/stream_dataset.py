@@ -418,14 +418,14 @@ class StreamHost:
         """Return the handlers by call name. They belong to the immediate lane."""
         return dict(
             [
-                STREAM_OPEN.served_by(self.open),
-                STREAM_RESTORE.served_by(
+                STREAM_OPEN.with_handler(self.open),
+                STREAM_RESTORE.with_handler(
                     lambda request: RestoreStreamAnswer(
                         self._require_dataset().restore(request.items)
                     )
                 ),
-                STREAM_PRUNE.served_by(self._prune),
-                STREAM_CHECK.served_by(self._check),
+                STREAM_PRUNE.with_handler(self._prune),
+                STREAM_CHECK.with_handler(self._check),
             ]
         )
 

@@ -207,16 +207,16 @@ class ModelHost:
         """Return the handlers of the ordered lane, by name."""
         return dict(
             [
-                CALL.served_by(self.call),
-                LOAD.served_by(self.load),
-                EVALUATE.served_by(self.evaluate),
-                SAVE.served_by(self.save),
-                RESTORE.served_by(self.restore),
-                COMMITTED.served_by(self.committed),
-                EXPORT.served_by(self.export),
-                KEEP_EXPORT.served_by(self.keep_export),
-                GATHER.served_by(self.gather),
-                HELD.served_by(self.describe_store),
+                CALL.with_handler(self.call),
+                LOAD.with_handler(self.load),
+                EVALUATE.with_handler(self.evaluate),
+                SAVE.with_handler(self.save),
+                RESTORE.with_handler(self.restore),
+                COMMITTED.with_handler(self.committed),
+                EXPORT.with_handler(self.export),
+                KEEP_EXPORT.with_handler(self.keep_export),
+                GATHER.with_handler(self.gather),
+                HELD.with_handler(self.describe_store),
             ]
         )
 
@@ -225,9 +225,9 @@ class ModelHost:
         call."""
         return dict(
             [
-                CLEAR.served_by(self.clear),
-                ABORT.served_by(self.abort),
-                PROGRESS.served_by(self.progress),
+                CLEAR.with_handler(self.clear),
+                ABORT.with_handler(self.abort),
+                PROGRESS.with_handler(self.progress),
             ]
         )
 

@@ -32,17 +32,17 @@ from realhf.monitor.display import Display
 from realhf.monitor.events import parse_event
 from realhf.monitor.run_files import note_death
 from realhf.scheduler.base import (
-    BeginAgain,
+    DeferredStart,
     Notice,
+    RestartRequest,
     Scheduler,
     WorkerExit,
     WorkerLine,
     WorkerSpec,
-    WorkerStarts,
     WorkersWanted,
 )
 from realhf.scheduler.local import OOM_KILLED
-from realhf.scheduler.process import failure_cause, log_tail
+from realhf.scheduler.process import find_failure_cause, read_log_lines
 from realhf.transport.errors import LOST_MASTER
 from realhf.transport.network import RunKeys, forget
 
@@ -210,13 +210,13 @@ def _run_once(
             for event in events:
                 if isinstance(event, WorkerExit):
                     supervisor.on_exit(event)
-                elif isinstance(event, WorkerStarts):
+                elif isinstance(event, DeferredStart):
                     supervisor.on_deferred_start(event.name)
                 elif isinstance(event, Notice):
                     display.show({"kind": "warning", "text": event.text})
                 elif isinstance(event, WorkersWanted):
                     elastic.wanted.append(event)
-                elif isinstance(event, BeginAgain) and summary is None:
+                elif isinstance(event, RestartRequest) and summary is None:
                     raise RunRestart(event.why)
                 message = (
                     parse_event(event.text)
@@ -326,7 +326,11 @@ def failure_message(exit_: WorkerExit) -> str:
     """Return a line about the cause of an exit, with the last lines of the log if no cause is
     known."""
     where = f"(log: {exit_.log})"
-    cause = failure_cause(exit_.log, exit_.log_from, exit_.words) if exit_.exit_code > 0 else None
+    cause = (
+        find_failure_cause(exit_.log, exit_.log_from, exit_.last_words)
+        if exit_.exit_code > 0
+        else None
+    )
     kind = exit_.name.partition("/")[0]
     section = SECTIONS.get(kind)
     # Name a server's flags (--pool-size) by their options here (env.pool_size).
@@ -338,7 +342,9 @@ def failure_message(exit_: WorkerExit) -> str:
         return f"{exit_.name} failed: {cause} {where}"
     if exit_.cause.startswith(OOM_KILLED):
         return f"{exit_.name} was {exit_.cause}; {LESS_MEMORY.get(kind, 'give it more')} {where}"
-    tail = "\n".join(f"  | {line}" for line in log_tail(exit_.log, TAIL_LINES, exit_.log_from))
+    tail = "\n".join(
+        f"  | {line}" for line in read_log_lines(exit_.log, TAIL_LINES, exit_.log_from)
+    )
     log_end = f"; its log ends:\n{tail}" if tail else ""
     return f"{exit_.name} ended before the run did: {exit_.reason} {where}{log_end}"
 
@@ -352,7 +358,7 @@ def _may_follow_master(exit_: WorkerExit) -> bool:
     """Return whether a worker may have ended because of the master: cleanly, or with a lost
     connection to it."""
     cause = (
-        failure_cause(exit_.log, exit_.log_from, exit_.words)
+        find_failure_cause(exit_.log, exit_.log_from, exit_.last_words)
         if exit_.exit_code > 0 and exit_.name != MASTER
         else None
     )

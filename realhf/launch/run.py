@@ -34,7 +34,7 @@ from realhf.monitor.display import Display, make_display
 from realhf.monitor.provenance import EFFECTIVE, origin, record_launch
 from realhf.monitor.summary import build_held_out_table
 from realhf.scheduler.base import Scheduler
-from realhf.scheduler.process import adopt_orphans, describe
+from realhf.scheduler.process import adopt_orphans, describe_failure
 
 LAUNCHER_LOG = "launcher.log"
 """Log file of the launcher, which records the loss of its terminal."""
@@ -83,7 +83,7 @@ def run_to_the_end(
     except LaunchError as error:
         return _print_error(str(error), 1, go_on)
     except OSError as error:
-        return _print_error(describe(error, built.spec.run_dir), 1, go_on)
+        return _print_error(describe_failure(error, built.spec.run_dir), 1, go_on)
     _print_results(summary, built.spec.run_dir)
     return 0
 

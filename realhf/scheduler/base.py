@@ -58,8 +58,8 @@ class WorkerExit:
     the same name."""
     cause: str = ""
     """Cause known to the scheduler, such as the loss of the host."""
-    words: str = ""
-    """Cause that the worker itself left in memory (``leave_last_words``), since its log may be on a
+    last_words: str = ""
+    """Cause that the worker itself left in memory (``write_last_words``), since its log may be on a
     full disk."""
 
     @property
@@ -96,7 +96,7 @@ class WorkersWanted:
 
 
 @dataclass(frozen=True)
-class WorkerStarts:
+class DeferredStart:
     """The actual start of a worker whose start was deferred."""
 
     name: str
@@ -104,14 +104,14 @@ class WorkerStarts:
 
 
 @dataclass(frozen=True)
-class BeginAgain:
+class RestartRequest:
     """A request to restart the run from its last checkpoint, with new keys."""
 
     why: str
     """Reason for the restart."""
 
 
-WorkerEvent = WorkerLine | WorkerExit | Notice | WorkersWanted | WorkerStarts | BeginAgain
+WorkerEvent = WorkerLine | WorkerExit | Notice | WorkersWanted | DeferredStart | RestartRequest
 
 
 class Scheduler(Protocol):

@@ -16,15 +16,20 @@ import runpy
 import sys
 
 from realhf.base.process import collect_garbage_rarely, lower_priority
-from realhf.scheduler.process import LAST_WORDS, die_with_parent, keep_last_words, leave_last_words
+from realhf.scheduler.process import (
+    LAST_WORDS,
+    die_with_parent,
+    set_last_words_descriptor,
+    write_last_words,
+)
 
 
-def leave(code: object) -> None:
+def exit_process(code: object) -> None:
     """End the process with the exit code of ``sys.exit(code)``, without finalizing the
     interpreter."""
     atexit._run_exitfuncs()
     if code is not None and not isinstance(code, int):
-        leave_last_words(str(code))
+        write_last_words(str(code))
     with contextlib.suppress(OSError):  # The log's disk may be full.
         if code is not None and not isinstance(code, int):
             print(code, file=sys.stderr)
@@ -40,12 +45,12 @@ if __name__ == "__main__":
     module = sys.argv[3]
     die_with_parent(parent_pid)
     if words := os.environ.pop(LAST_WORDS, ""):
-        keep_last_words(int(words))
+        set_last_words_descriptor(int(words))
     lower_priority(niceness)
     collect_garbage_rarely()
     sys.argv = [module, *sys.argv[4:]]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
-        leave(end.code)
-    leave(0)
+        exit_process(end.code)
+    exit_process(0)

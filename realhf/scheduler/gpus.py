@@ -37,7 +37,7 @@ def visible_gpus(
     return tuple(visible) if len(set(visible)) == len(visible) else ()
 
 
-def gpus_anywhere(
+def global_gpu_names(
     machine: str, environment: Mapping[str, str] | None = None, driver: Path = DRIVER
 ) -> tuple[str, ...]:
     """Return a globally unique name for each of ``visible_gpus``: ``machine`` and the GPU's bus
@@ -73,7 +73,7 @@ def _read_uuid(entry: Path) -> str:
     )
 
 
-def with_one_gpu(gpu: int, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+def restrict_to_gpu(gpu: int, environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return an environment in which a worker sees only the GPU with this number.
 
     It is numbered among the GPUs of ``environment`` (None for this process's). Raises ValueError if

@@ -33,10 +33,10 @@ from realhf.scheduler.base import (
     WorkerLine,
     WorkerSpec,
 )
-from realhf.scheduler.gpus import VISIBLE, with_one_gpu
-from realhf.scheduler.process import LAST_WORDS, make_last_words, read_last_words
+from realhf.scheduler.gpus import VISIBLE, restrict_to_gpu
+from realhf.scheduler.process import LAST_WORDS, create_last_words, read_last_words
 
-OOM_KILLED = "killed by the kernel for want of memory"
+OOM_KILLED = "killed by the kernel because memory ran out"
 """Prefix of ``WorkerExit.cause`` for a worker that the kernel's OOM killer ended."""
 RECENT_KILL_S = 5.0
 """Maximum time in seconds between a rise of the kernel's counter and the exit of the killed
@@ -53,11 +53,11 @@ class OomKillMonitor:
 
     def __init__(self, mount: Path = MOUNT, proc: Path = Path("/proc")) -> None:
         self._mount = mount
-        self._own_groups = proc / "self" / "cgroup"
+        self._group_file = proc / "self" / "cgroup"
         names = ("memory.events", "memory.oom_control")
         candidates = (
             group / name
-            for group in control_groups("memory", mount, self._own_groups)
+            for group in control_groups("memory", mount, self._group_file)
             for name in names
         )
         self._counter = next(
@@ -85,7 +85,7 @@ class OomKillMonitor:
         self.poll(now=True)
         if process_clock.now() - self._last_kill_at > RECENT_KILL_S:
             return ""
-        limit = memory_limit(self._mount, self._own_groups)
+        limit = memory_limit(self._mount, self._group_file)
         total = psutil.virtual_memory().total
         whose = "its group may take" if limit is not None and limit < total else "this machine has"
         available = min(total, limit or total)
@@ -98,11 +98,11 @@ class OomKillMonitor:
         return read_counters(self._counter).get(_KILLS, 0)
 
 
-PREPARED_WITHIN_S = 120.0
+PREPARE_TIMEOUT_S = 120.0
 """Time in seconds that workers wait for the prepared imports before they import themselves."""
-FORKED_WITHIN_S = 15.0
+FORK_TIMEOUT_S = 15.0
 """Timeout in seconds for forking a worker."""
-END_S = 0.1
+SERVER_EXIT_S = 0.1
 """Time in seconds that the fork server gets to exit."""
 
 
@@ -177,12 +177,12 @@ class PreparedWorkers:
             "realhf.scheduler.prepared_server", None, None, arguments, options=()
         )
         self._server.start()
-        self._give_up_at = process_clock.now() + PREPARED_WITHIN_S
+        self._give_up_at = process_clock.now() + PREPARE_TIMEOUT_S
 
     def is_importing(self) -> bool:
         """Return whether the imports are still running, so that workers should be started later.
 
-        Does not block. After ``PREPARED_WITHIN_S`` the process is ended and workers are started
+        Does not block. After ``PREPARE_TIMEOUT_S`` the process is ended and workers are started
         without it."""
         if self._server is None or self._ready:
             return False
@@ -202,7 +202,7 @@ class PreparedWorkers:
         module: str,
         argv: Sequence[str],
         log: int,
-        words: int,
+        last_words: int,
         *,
         niceness: int,
         environment: Mapping[str, str],
@@ -212,7 +212,7 @@ class PreparedWorkers:
         process.
 
         ``environment`` holds changed environment variables. Standard error, and unless ``lines`` is
-        set standard output, go to the descriptor ``log``, and the last words to ``words``."""
+        set standard output, go to the descriptor ``log``, and the last words to ``last_words``."""
         if self.is_importing() or self._server is None or not self._server.alive():
             return None
         request = {
@@ -223,7 +223,7 @@ class PreparedWorkers:
         }
         read, write = os.pipe() if lines else (-1, log)
         try:
-            forked = self._server.fork(request, [write, log, words], module, FORKED_WITHIN_S)
+            forked = self._server.fork(request, [write, log, last_words], module, FORK_TIMEOUT_S)
             if forked.pid < 0:
                 os.close(forked.pidfd)
                 raise ProcessLookupError(f"{module} has ended already")
@@ -244,12 +244,12 @@ class PreparedWorkers:
     def end(self) -> None:
         """End the process. Forked workers continue."""
         if self._server is not None:
-            self._server.stop(END_S)
+            self._server.stop(SERVER_EXIT_S)
         self._server = None
         self._ready = False
 
 
-_KILL_DEADLINE_S = 5.0
+_KILL_TIMEOUT_S = 5.0
 """Time in seconds to wait for killed processes to disappear."""
 
 
@@ -264,13 +264,13 @@ class _Child:
     log: IO[bytes]
     log_from: int
     """Offset in bytes at which this worker's output begins in ``log``."""
-    words: int
-    """Descriptor of the last words, see ``make_last_words``; -1 once it is closed."""
+    last_words: int
+    """Descriptor of the last words, see ``create_last_words``; -1 once it is closed."""
     partial: bytes = b""
     """Output after the last complete line."""
     cause: str = ""
     """Cause given to ``kill``."""
-    relatives: set[psutil.Process] = field(default_factory=set)
+    descendants: set[psutil.Process] = field(default_factory=set)
     """Descendants seen when the worker was asked to end."""
 
     @property
@@ -283,7 +283,7 @@ class LocalScheduler:
     """``Scheduler`` for subprocesses of this machine. Exits are detected through pidfds, without
     polling.
 
-    With ``orphans_are_ours`` this process adopts the orphans of its workers (see
+    With ``adopts_orphans`` this process adopts the orphans of its workers (see
     ``adopt_orphans``). All children that remain at the end are then killed, except those from
     before the scheduler's creation, those created in ``preserve_children``, and their descendants.
     Use it only in a process that starts nothing else in the meantime. With ``prepared`` workers are
@@ -291,14 +291,14 @@ class LocalScheduler:
     """
 
     def __init__(
-        self, *, orphans_are_ours: bool = False, prepared: PreparedWorkers | None = None
+        self, *, adopts_orphans: bool = False, prepared: PreparedWorkers | None = None
     ) -> None:
         self._prepared = prepared
         self._oom_monitor = OomKillMonitor()
         self._children: dict[str, _Child] = {}
         self._selector = selectors.DefaultSelector()
-        self._orphans_are_ours = orphans_are_ours
-        self._preserved = set(psutil.Process().children()) if orphans_are_ours else set()
+        self._adopts_orphans = adopts_orphans
+        self._preserved = set(psutil.Process().children()) if adopts_orphans else set()
         """Children of this process that are not workers and must not be killed."""
 
     def start(self, spec: WorkerSpec) -> None:
@@ -308,20 +308,20 @@ class LocalScheduler:
             if previous.process.poll() is None:
                 raise ValueError(f"worker {spec.name} was started already")
             self._kill_orphans(previous)
-        environment = None if spec.gpu is None else with_one_gpu(spec.gpu)
+        environment = None if spec.gpu is None else restrict_to_gpu(spec.gpu)
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         log = spec.log.open("ab")
         log_from = log.tell()
-        words = make_last_words()
+        last_words = create_last_words()
         try:
-            process = self._fork(spec, log, words, environment) or _spawn(
-                spec, log, words, environment
+            process = self._fork(spec, log, last_words, environment) or _spawn(
+                spec, log, last_words, environment
             )
         except BaseException:
-            os.close(words)
+            os.close(last_words)
             log.close()
             raise
-        child = _Child(spec, process, os.pidfd_open(process.pid), log, log_from, words)
+        child = _Child(spec, process, os.pidfd_open(process.pid), log, log_from, last_words)
         self._children[spec.name] = child
         self._selector.register(child.pidfd, selectors.EVENT_READ, child)
         if child.lines is not None:
@@ -329,7 +329,7 @@ class LocalScheduler:
             self._selector.register(child.lines, selectors.EVENT_READ, child)
 
     def _fork(
-        self, spec: WorkerSpec, log: IO[bytes], words: int, environment: dict[str, str] | None
+        self, spec: WorkerSpec, log: IO[bytes], last_words: int, environment: dict[str, str] | None
     ) -> ForkedWorker | None:
         if self._prepared is None:
             return None
@@ -338,7 +338,7 @@ class LocalScheduler:
             spec.module,
             spec.argv,
             log.fileno(),
-            words,
+            last_words,
             niceness=spec.niceness,
             environment=changes,
             lines=spec.events,
@@ -369,7 +369,7 @@ class LocalScheduler:
         """See ``Scheduler``."""
         alive = [child for child in self._children.values() if child.process.poll() is None]
         for child in alive:
-            child.relatives |= _descendants(child.process.pid)
+            child.descendants |= _descendants(child.process.pid)
             with contextlib.suppress(ProcessLookupError):
                 child.process.send_signal(signal.SIGTERM)
         deadline = process_clock.now() + grace_s
@@ -402,7 +402,7 @@ class LocalScheduler:
         """Send SIGTERM to a worker if it is running. Its exit is reported by ``wait`` as usual."""
         child = self._children.get(name)
         if child is not None and child.process.poll() is None:
-            child.relatives |= _descendants(child.process.pid)
+            child.descendants |= _descendants(child.process.pid)
             child.process.send_signal(signal.SIGTERM)
 
     def interrupt(self, name: str) -> None:
@@ -419,44 +419,44 @@ class LocalScheduler:
         if pid and (pid, started) != (child.process.pid, start_time(pid)):
             return
         child.cause = cause
-        doomed = child.relatives | _descendants(child.process.pid)
+        victims = child.descendants | _descendants(child.process.pid)
         child.process.kill()
-        _kill(doomed)
+        _kill(victims)
 
     def _kill_orphans(self, child: _Child) -> None:
         """Kill the processes that an ended worker left behind, such as servers that it had
         started."""
         workers = {other.process.pid for other in self._children.values()}
-        doomed = {
+        victims = {
             process
             for process in psutil.process_iter()
             if _session(process.pid) == child.process.pid
         }
-        if self._orphans_are_ours:
+        if self._adopts_orphans:
             adopted = set(psutil.Process().children()) - self._preserved
-            doomed |= {process for process in adopted if process.pid not in workers}
-        doomed |= {relative for process in doomed for relative in _descendants(process.pid)}
-        _kill(doomed)
-        psutil.wait_procs(doomed, timeout=_KILL_DEADLINE_S)
+            victims |= {process for process in adopted if process.pid not in workers}
+        victims |= {relative for process in victims for relative in _descendants(process.pid)}
+        _kill(victims)
+        psutil.wait_procs(victims, timeout=_KILL_TIMEOUT_S)
 
     def _kill_leftovers(self) -> None:
         sessions = {child.process.pid for child in self._children.values()}
-        doomed = {relative for child in self._children.values() for relative in child.relatives}
-        doomed |= {
+        victims = {relative for child in self._children.values() for relative in child.descendants}
+        victims |= {
             process for process in psutil.process_iter() if _session(process.pid) in sessions
         }
         for child in self._children.values():
             if child.process.poll() is None:
-                doomed |= _descendants(child.process.pid)
-        if self._orphans_are_ours:
+                victims |= _descendants(child.process.pid)
+        if self._adopts_orphans:
             preserved = {
                 relative for process in self._preserved for relative in _descendants(process.pid)
             }
-            doomed |= _descendants(os.getpid()) - self._preserved - preserved
-        _kill(doomed)
+            victims |= _descendants(os.getpid()) - self._preserved - preserved
+        _kill(victims)
         for child in self._children.values():
-            _wait_for_exit(child, _KILL_DEADLINE_S)
-        psutil.wait_procs(doomed, timeout=_KILL_DEADLINE_S)
+            _wait_for_exit(child, _KILL_TIMEOUT_S)
+        psutil.wait_procs(victims, timeout=_KILL_TIMEOUT_S)
 
     def _read_lines(self, child: _Child) -> list[WorkerEvent]:
         if child.lines is None or child.lines not in self._selector.get_map():
@@ -476,13 +476,15 @@ class LocalScheduler:
 
     def _reap(self, child: _Child) -> WorkerExit:
         peak_bytes = _peak_bytes(child.process)
-        exit_code = child.process.wait(_KILL_DEADLINE_S)
-        words = read_last_words(child.words)
+        exit_code = child.process.wait(_KILL_TIMEOUT_S)
+        last_words = read_last_words(child.last_words)
         self._close(child)
         cause = ""
         if exit_code == -signal.SIGKILL:
             cause = child.cause or self._oom_monitor.explain_sigkill(peak_bytes)
-        return WorkerExit(child.spec.name, exit_code, child.spec.log, child.log_from, cause, words)
+        return WorkerExit(
+            child.spec.name, exit_code, child.spec.log, child.log_from, cause, last_words
+        )
 
     def _close(self, child: _Child) -> None:
         """Close the descriptors and the log of an ended child."""
@@ -493,9 +495,9 @@ class LocalScheduler:
         if child.pidfd >= 0:
             os.close(child.pidfd)
             child.pidfd = -1
-        if child.words >= 0:
-            os.close(child.words)
-            child.words = -1
+        if child.last_words >= 0:
+            os.close(child.last_words)
+            child.last_words = -1
         child.log.close()
         if child.process.stdout and child.process.returncode is not None:
             child.process.stdout.close()
@@ -503,7 +505,7 @@ class LocalScheduler:
 
 
 def _spawn(
-    spec: WorkerSpec, log: IO[bytes], words: int, environment: dict[str, str] | None
+    spec: WorkerSpec, log: IO[bytes], last_words: int, environment: dict[str, str] | None
 ) -> subprocess.Popen[bytes]:
     """Start a worker as a new process in its own session."""
     start = [str(os.getpid()), str(spec.niceness), spec.module, *spec.argv]
@@ -513,8 +515,8 @@ def _spawn(
         stdout=subprocess.PIPE if spec.events else log,
         stderr=log,
         start_new_session=True,
-        pass_fds=[words],
-        env={**(os.environ if environment is None else environment), LAST_WORDS: str(words)},
+        pass_fds=[last_words],
+        env={**(os.environ if environment is None else environment), LAST_WORDS: str(last_words)},
     )
 
 
@@ -573,6 +575,4 @@ class LocalOptions:
     """Options of the local scheduler: none."""
 
 
-DEFINITION = SchedulerDefinition(
-    LocalOptions, lambda options: LocalScheduler(orphans_are_ours=True)
-)
+DEFINITION = SchedulerDefinition(LocalOptions, lambda options: LocalScheduler(adopts_orphans=True))

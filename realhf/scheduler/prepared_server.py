@@ -25,8 +25,8 @@ from typing import Any
 
 from realhf.base.process import collect_garbage_rarely, lower_priority
 from realhf.env.containment.fork_server import serve_forks
-from realhf.scheduler.child import leave
-from realhf.scheduler.process import die_with_parent, keep_last_words
+from realhf.scheduler.child import exit_process
+from realhf.scheduler.process import die_with_parent, set_last_words_descriptor
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def work(owner: int, request: dict[str, Any], descriptors: list[int]) -> None:
     ``descriptors`` are those of its standard output, its log and its last words."""
     code: object = 1
     try:
-        keep_last_words(descriptors.pop())
+        set_last_words_descriptor(descriptors.pop())
         for target, descriptor in enumerate(descriptors, 1):
             os.dup2(descriptor, target)
             os.close(descriptor)
@@ -74,7 +74,7 @@ def work(owner: int, request: dict[str, Any], descriptors: list[int]) -> None:
         with contextlib.suppress(OSError):
             traceback.print_exc()
     finally:
-        leave(code)
+        exit_process(code)
 
 
 def main() -> None:
@@ -88,7 +88,7 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as control:
         prepare(sys.argv[3:])
         serve_forks(control, {"ready": True}, partial(work, owner), owner)
-    leave(0)
+    exit_process(0)
 
 
 if __name__ == "__main__":

@@ -67,39 +67,41 @@ class WorkerStopped(SystemExit):
 
 
 LAST_WORDS = "REALHF_LAST_WORDS"
-"""Environment variable with the descriptor of ``make_last_words`` for a started process."""
+"""Environment variable with the descriptor of ``create_last_words`` for a started process."""
 LAST_WORDS_BYTES = 4096
 """Maximum length of the last words in bytes."""
 _last_words = -1
 """Descriptor of this process's last words; -1 without one."""
 
 
-def make_last_words() -> int:
+def create_last_words() -> int:
     """Return the descriptor of a new memory file of ``LAST_WORDS_BYTES`` bytes for a worker's
     failure message.
 
     It complements the log, whose disk may be full. Raises OSError."""
-    words = os.memfd_create("last-words", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create("last-words", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.truncate(words, LAST_WORDS_BYTES)
+        os.truncate(descriptor, LAST_WORDS_BYTES)
         # Fix the size, so that a worker cannot allocate memory through it.
         fcntl.fcntl(
-            words, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+            descriptor,
+            fcntl.F_ADD_SEALS,
+            fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL,
         )
     except BaseException:
-        os.close(words)
+        os.close(descriptor)
         raise
-    return words
+    return descriptor
 
 
-def keep_last_words(descriptor: int) -> None:
-    """Set the descriptor that ``leave_last_words`` writes to. Child processes do not inherit it."""
+def set_last_words_descriptor(descriptor: int) -> None:
+    """Set the descriptor that ``write_last_words`` writes to. Child processes do not inherit it."""
     global _last_words
     os.set_inheritable(descriptor, False)
     _last_words = descriptor
 
 
-def leave_last_words(text: str) -> None:
+def write_last_words(text: str) -> None:
     """Write the cause of this process's failure for its parent, if that provided a descriptor.
     Never raises OSError."""
     if _last_words >= 0:
@@ -108,7 +110,7 @@ def leave_last_words(text: str) -> None:
 
 
 def read_last_words(descriptor: int) -> str:
-    """Return the text that a worker wrote to the descriptor of ``make_last_words``, or ""."""
+    """Return the text that a worker wrote to the descriptor of ``create_last_words``, or ""."""
     return os.pread(descriptor, LAST_WORDS_BYTES, 0).rstrip(b"\0").decode("utf-8", "replace")
 
 
@@ -117,21 +119,21 @@ def run_guarded(work: Callable[[], None], folder: Path | None = None) -> int:
 
     SIGTERM raises WorkerStopped in it (exit code 143) and leaves ``STOP_WITHIN_S`` seconds for
     clean-up. ``folder`` is where it writes files, for messages about a full disk."""
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, _on_sigterm)
     try:
         work()
     except WorkerStopped as stop:
         return int(stop.code or 0)
     except Exception as error:
-        leave_last_words(describe(error, folder))
+        write_last_words(describe_failure(error, folder))
         with contextlib.suppress(OSError):  # The log may be on the full disk.
             traceback.print_exc()
-            print(FATAL + describe(error, folder), file=sys.stderr, flush=True)
+            print(FATAL + describe_failure(error, folder), file=sys.stderr, flush=True)
         return 1
     return 0
 
 
-def describe(error: BaseException, folder: Path | None = None) -> str:
+def describe_failure(error: BaseException, folder: Path | None = None) -> str:
     """Return an error as one line without a traceback.
 
     ``folder`` is where the process writes files, for a full disk in an error that names no file."""
@@ -141,30 +143,30 @@ def describe(error: BaseException, folder: Path | None = None) -> str:
             if error.errno == errno.ENOSPC
             else "no quota left on the disk"
         )
-        return f"{what} of {error.filename or folder or 'fileroot'}; free some, then run again"
+        return f"{what} of {error.filename or folder or 'fileroot'}; free space, then run again"
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-        return f"port taken: {error}"
+        return f"port in use: {error}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
     builtin = type(error).__module__ == "builtins"
-    speaks = not builtin or type(error) in (ValueError, RuntimeError)
-    return lines[0] if speaks else f"{type(error).__name__}: {lines[0]}"
+    is_own_message = not builtin or type(error) in (ValueError, RuntimeError)
+    return lines[0] if is_own_message else f"{type(error).__name__}: {lines[0]}"
 
 
-def failure_cause(log: Path, since: int = 0, words: str = "") -> str | None:
+def find_failure_cause(log: Path, since: int = 0, last_words: str = "") -> str | None:
     """Return why a worker failed, or None if nothing is known.
 
     In order of preference: the line that ``run_guarded`` wrote to the log from byte ``since`` on,
-    the worker's last ``words``, and the last line of the log."""
-    lines = [line for line in log_tail(log, 400, since) if line.strip()]
+    the worker's ``last_words``, and the last line of the log."""
+    lines = [line for line in read_log_lines(log, 400, since) if line.strip()]
     marked = [line.removeprefix(FATAL) for line in lines if line.startswith(FATAL)]
     if marked:
         return marked[-1]
-    return words or (lines[-1].strip() if lines else None)
+    return last_words or (lines[-1].strip() if lines else None)
 
 
-def fatal_line(tail: bytes) -> str:
+def find_fatal_line(tail: bytes) -> str:
     """Return the cause that ``run_guarded`` wrote to the end of a log, or ""."""
     lines = tail.decode("utf-8", "replace").splitlines()
     return next(
@@ -172,13 +174,13 @@ def fatal_line(tail: bytes) -> str:
     )
 
 
-def log_tail(log: Path, n_lines: int, since: int = 0) -> list[str]:
+def read_log_lines(log: Path, n_lines: int, since: int = 0) -> list[str]:
     """Return at most ``n_lines`` last lines of a log file, from byte ``since`` on and within its
     last 64 KiB."""
-    return log_end(log, since).decode("utf-8", "replace").splitlines()[-n_lines:]
+    return read_log_end(log, since).decode("utf-8", "replace").splitlines()[-n_lines:]
 
 
-def log_end(log: Path, since: int = 0, max_bytes: int = 1 << 16) -> bytes:
+def read_log_end(log: Path, since: int = 0, max_bytes: int = 1 << 16) -> bytes:
     """Return the content of a log file from byte ``since`` on, at most its last ``max_bytes``
     bytes; b"" for a file that cannot be read."""
     try:
@@ -190,7 +192,7 @@ def log_end(log: Path, since: int = 0, max_bytes: int = 1 << 16) -> bytes:
         return b""
 
 
-def _stop(signum: int, frame: FrameType | None) -> None:
+def _on_sigterm(signum: int, frame: FrameType | None) -> None:
     """Handle SIGTERM: raise WorkerStopped, and let SIGALRM end the process if it does not exit in
     time."""
     del frame

@@ -26,7 +26,7 @@ from realhf.cluster.messages import (
 )
 from realhf.cluster.placement import ClusterError
 from realhf.scheduler.base import WorkerExit, WorkerSpec
-from realhf.scheduler.process import fatal_line
+from realhf.scheduler.process import find_fatal_line
 from realhf.transport.envelope import unpack_header
 from realhf.transport.errors import ProtocolError
 from tests.cluster.key_ring import KeyRing
@@ -187,8 +187,8 @@ def test_the_cause_that_a_full_disk_kept_out_of_the_log_is_sent_with_its_end(
     wire = Wire()
     log = tmp_path / "log"
     log.write_bytes(logged)
-    agent._report(wire, [WorkerExit("w", 1, log, 0, words="the cause")])  # pyright: ignore
+    agent._report(wire, [WorkerExit("w", 1, log, 0, last_words="the cause")])  # pyright: ignore
     (sent,) = wire.sent
-    assert isinstance(sent, Exited) and fatal_line(sent.tail) == "the cause"
+    assert isinstance(sent, Exited) and find_fatal_line(sent.tail) == "the cause"
     assert sent.tail.count(b"FATAL") == 1 and len(sent.tail) <= TAIL_BYTES
     agent._context.destroy(0)

@@ -31,7 +31,7 @@ from realhf.cluster.scheduler import ClusterScheduler
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
 from realhf.scheduler.base import Notice, WorkerSpec
-from realhf.scheduler.gpus import VISIBLE, gpus_anywhere
+from realhf.scheduler.gpus import VISIBLE, global_gpu_names
 from tests.cluster.key_ring import ASYNCHRONOUS, log_of, run_folder
 
 
@@ -191,7 +191,7 @@ def sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sees:
         for number in range(gpus) if isinstance(gpus, int) else gpus:
             (driver / f"0000:0{number}:00.0").mkdir(parents=True, exist_ok=True)
         monkeypatch.setattr(
-            own_host, "gpus_anywhere", lambda boot: gpus_anywhere(boot, driver=driver)
+            own_host, "global_gpu_names", lambda boot: global_gpu_names(boot, driver=driver)
         )
         monkeypatch.setattr(own_host, "boot_id", lambda: machine)
         monkeypatch.delenv(VISIBLE, raising=False)

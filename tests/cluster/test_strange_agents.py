@@ -40,8 +40,8 @@ from realhf.cluster.placement import ClusterError
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.monitor.run_files import HostLanes
 from realhf.scheduler.base import (
-    BeginAgain,
     Notice,
+    RestartRequest,
     WorkerEvent,
     WorkerExit,
     WorkerLine,
@@ -471,7 +471,7 @@ def test_a_host_that_leaves_for_new_keys_makes_the_run_begin_again(bench: Bench)
     bench.served_until(lambda: operator.socket.poll(0))
     assert "which the run cannot do without" in operator.hears(OperatorReport).lines[0]
     operator.say("remove", OperatorOrder("a", "", 0, new_keys=True))
-    assert "a was removed, and the run gets new keys" in str(bench.until(BeginAgain))
+    assert "a was removed, and the run gets new keys" in str(bench.until(RestartRequest))
     assert not bench.scheduler._table.hosts
 
 

@@ -22,7 +22,7 @@ class Diary(LocalScheduler):
     """``LocalScheduler`` with a diary."""
 
     def __init__(self, options: DiaryOptions) -> None:
-        super().__init__(orphans_are_ours=True)
+        super().__init__(adopts_orphans=True)
         self._options = options
 
     def start(self, spec: WorkerSpec) -> None:

@@ -30,7 +30,7 @@ from realhf.api.sample import SequenceSample
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.model_function_call import MFCFailed, ModelFunctionCall
 from realhf.dataflow.storage_map import StorageMap
-from realhf.scheduler.process import describe
+from realhf.scheduler.process import describe_failure
 from realhf.transport.data_plane import DataPlane
 from realhf.transport.rpc_master import RpcMaster
 from realhf.transport.rpc_worker import RpcWorker
@@ -226,7 +226,7 @@ class MfcBench:
 
     @staticmethod
     def _line(error, name, worker, sample):
-        line = describe(error)
+        line = describe_failure(error)
         assert (
             line.startswith(f"{name} failed at step ")
             and f" on {worker} (samples {sample.ids[0]}" in line

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.scheduler.gpus import VISIBLE, gpus_anywhere, visible_gpus, with_one_gpu
+from realhf.scheduler.gpus import VISIBLE, global_gpu_names, restrict_to_gpu, visible_gpus
 
 
 @pytest.mark.parametrize(
@@ -45,23 +45,23 @@ def test_a_gpu_has_one_name_however_a_process_counts_it(tmp_path: Path) -> None:
             )
             (folder / f"0000:0{number}:00.0" / "information").write_text(text)
     names = tuple(f"m/0000:0{number}:00.0" for number in range(3))
-    assert gpus_anywhere("m", {}, tmp_path / "machine") == names
-    assert gpus_anywhere("m", {}, tmp_path / "container") == names[1:]
-    assert gpus_anywhere("m", {VISIBLE: "2,0"}, tmp_path / "machine") == (names[2], names[0])
-    assert gpus_anywhere("m", {VISIBLE: "GPU-1af,MIG-7"}, tmp_path / "machine") == (
+    assert global_gpu_names("m", {}, tmp_path / "machine") == names
+    assert global_gpu_names("m", {}, tmp_path / "container") == names[1:]
+    assert global_gpu_names("m", {VISIBLE: "2,0"}, tmp_path / "machine") == (names[2], names[0])
+    assert global_gpu_names("m", {VISIBLE: "GPU-1af,MIG-7"}, tmp_path / "machine") == (
         names[1],
         "MIG-7",
     )
-    assert gpus_anywhere("n", {}, tmp_path / "machine")[0] == "n/0000:00:00.0"
-    assert gpus_anywhere("m", {}, tmp_path / "nothing") == ()
+    assert global_gpu_names("n", {}, tmp_path / "machine")[0] == "n/0000:00:00.0"
+    assert global_gpu_names("m", {}, tmp_path / "nothing") == ()
 
 
 def test_a_number_means_one_of_the_inherited_list() -> None:
-    assert with_one_gpu(1, {"PATH": "p"}) == {"PATH": "p", VISIBLE: "1"}
-    assert with_one_gpu(1, {VISIBLE: "4,5"}) == {VISIBLE: "5"}
-    assert with_one_gpu(0, {VISIBLE: "GPU-8f1,GPU-9a2"}) == {VISIBLE: "GPU-8f1"}
+    assert restrict_to_gpu(1, {"PATH": "p"}) == {"PATH": "p", VISIBLE: "1"}
+    assert restrict_to_gpu(1, {VISIBLE: "4,5"}) == {VISIBLE: "5"}
+    assert restrict_to_gpu(0, {VISIBLE: "GPU-8f1,GPU-9a2"}) == {VISIBLE: "GPU-8f1"}
     for text, count in (("4,5", 2), ("", 0)):
         with pytest.raises(
             ValueError, match=f"GPU 2: {VISIBLE}='{text}' shows this process {count} GPUs only"
         ):
-            with_one_gpu(2, {VISIBLE: text})
+            restrict_to_gpu(2, {VISIBLE: text})

@@ -16,7 +16,12 @@ import pytest
 from realhf.base.process import start_time
 from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
 from realhf.scheduler.local import LocalScheduler
-from realhf.scheduler.process import adopt_orphans, describe, failure_cause, log_tail
+from realhf.scheduler.process import (
+    adopt_orphans,
+    describe_failure,
+    find_failure_cause,
+    read_log_lines,
+)
 from tests.process_family import family, gone
 
 STUBBORN = """
@@ -91,10 +96,10 @@ def test_lines_come_before_the_exit_and_both_are_reported(tmp_path, modules, sch
         3,
         "exit code 3",
     )
-    assert log_tail(events[-1].log, 5) == ["oops"]
+    assert read_log_lines(events[-1].log, 5) == ["oops"]
     scheduler.start(spec(tmp_path, "talker/0", "talker", "y", events=True))
     again = collect(scheduler, WorkerExit)[-1]
-    assert log_tail(again.log, 5) == ["oops", "oops"] and log_tail(
+    assert read_log_lines(again.log, 5) == ["oops", "oops"] and read_log_lines(
         again.log, 5, again.log_from
     ) == ["oops"]
 
@@ -176,7 +181,7 @@ def test_stop_leaves_alone_what_the_process_has_started_for_itself(tmp_path, mod
             time.sleep(0.05)
         before = family(stranger.pid)
         with adopt_orphans():
-            scheduler = LocalScheduler(orphans_are_ours=True)
+            scheduler = LocalScheduler(adopts_orphans=True)
             with scheduler.preserve_children():
                 later.append(subprocess.Popen(["sleep", "600"]))
             scheduler.start(spec(tmp_path, "stubborn/0", "stubborn", events=True))
@@ -242,18 +247,23 @@ def test_an_error_leaves_its_traceback_and_one_line_about_the_cause(tmp_path, mo
     exit_ = collect(scheduler, WorkerExit)[-1]
     assert exit_.exit_code == 1
     assert (
-        failure_cause(exit_.log)
-        == "no space left on the device of /somewhere/x; free some, then run again"
+        find_failure_cause(exit_.log)
+        == "no space left on the device of /somewhere/x; free space, then run again"
     )
-    assert any(line.startswith("Traceback") for line in log_tail(exit_.log, 50))
+    assert any(line.startswith("Traceback") for line in read_log_lines(exit_.log, 50))
 
 
 def test_describe_keeps_the_first_line_and_names_foreign_types():
-    assert describe(RuntimeError("first\nsecond")) == "first"
-    assert describe(KeyError("x")) == "KeyError: 'x'"
-    assert describe(ValueError()) == "ValueError"
-    assert describe(FileNotFoundError(2, "No such file", "/x")).startswith("FileNotFoundError: ")
-    assert describe(type("PortTaken", (OSError,), {})("cannot listen on 1")) == "cannot listen on 1"
+    assert describe_failure(RuntimeError("first\nsecond")) == "first"
+    assert describe_failure(KeyError("x")) == "KeyError: 'x'"
+    assert describe_failure(ValueError()) == "ValueError"
+    assert describe_failure(FileNotFoundError(2, "No such file", "/x")).startswith(
+        "FileNotFoundError: "
+    )
+    assert (
+        describe_failure(type("PortTaken", (OSError,), {})("cannot listen on 1"))
+        == "cannot listen on 1"
+    )
 
 
 def test_a_name_is_used_once(tmp_path, modules, scheduler):
@@ -271,7 +281,7 @@ def test_a_worker_leaves_without_taking_down_its_interpreter(tmp_path, modules, 
     )
     scheduler.start(spec(tmp_path, "leaver/0", "leaver"))
     exit_ = collect(scheduler, WorkerExit)[-1]
-    assert exit_.exit_code == 7 and log_tail(exit_.log, 5) == ["last line", "at exit"]
+    assert exit_.exit_code == 7 and read_log_lines(exit_.log, 5) == ["last line", "at exit"]
 
 
 def test_a_worker_that_does_not_unwind_is_ended(tmp_path, modules, scheduler):
@@ -307,8 +317,8 @@ def test_the_cause_is_known_although_the_log_takes_nothing(tmp_path, modules, sc
     ):
         scheduler.start(WorkerSpec("failing/0", "failing", tuple(words.split()), Path("/dev/full")))
         exit_ = collect(scheduler, WorkerExit)[-1]
-        assert (exit_.exit_code, exit_.words) == (1, expected)
-        assert failure_cause(exit_.log, exit_.log_from, exit_.words) == expected
+        assert (exit_.exit_code, exit_.last_words) == (1, expected)
+        assert find_failure_cause(exit_.log, exit_.log_from, exit_.last_words) == expected
     log = tmp_path / "log"
     log.write_text("FATAL: what the log says\nmore\n")
-    assert failure_cause(log, 0, "words") == "what the log says"
+    assert find_failure_cause(log, 0, "words") == "what the log says"

@@ -95,7 +95,7 @@ def test_the_options_that_help_a_worker_of_the_kind_are_named(tmp_path: Path) ->
         for name in ("model_worker/0", "env/0")
     }
     assert (
-        "model_worker/0 was killed by the kernel for want of memory: it had 3.2 GiB"
+        "model_worker/0 was killed by the kernel because memory ran out: it had 3.2 GiB"
         in said["model_worker/0"]
     )
     assert (

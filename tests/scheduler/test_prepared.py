@@ -43,7 +43,7 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Prepar
 @pytest.fixture
 def scheduler(prepared: PreparedWorkers) -> Iterator[LocalScheduler]:
     with adopt_orphans():
-        found = LocalScheduler(orphans_are_ours=True, prepared=prepared)
+        found = LocalScheduler(adopts_orphans=True, prepared=prepared)
         with found.preserve_children():
             prepared.begin()
         until(lambda: not prepared.is_importing())
@@ -95,7 +95,7 @@ def test_the_cause_reaches_the_starter_of_a_forked_worker_past_a_full_disk(
     )
     scheduler.start(WorkerSpec("w", "failing", (), Path("/dev/full"), events))
     _, end = events_of(scheduler, "w")
-    assert (end.exit_code, end.words) == (1, "the cause")
+    assert (end.exit_code, end.last_words) == (1, "the cause")
 
 
 @pytest.mark.slow

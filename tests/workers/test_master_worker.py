@@ -245,10 +245,10 @@ async def test_an_evaluation_beside_training_that_cannot_be_recorded_ends_the_ru
     master._log.evaluation = full
     evaluation = master._spec.evaluation
     assert evaluation is not None
-    master._deliver(1, evaluation, {"sampled": {}})
+    master._start_recording(1, evaluation, {"sampled": {}})
     await asyncio.sleep(0.01)
     with pytest.raises(OSError, match="no room"):
-        master._deliver(2, evaluation, {"sampled": {}})
+        master._start_recording(2, evaluation, {"sampled": {}})
 
 
 def test_a_checkpoint_is_not_continued_with_another_reference():

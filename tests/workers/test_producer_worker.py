@@ -12,7 +12,7 @@ from realhf.rollout.player import EpisodePlayer
 from realhf.trajectory.client import NoBatchYet, NotRegistered, TrajectoryClient
 from tests.trajectory.conftest import running_server
 from workers import producer_worker
-from workers.producer_worker import NothingPlayed, PolicyEpisodes, Producer, build_parser
+from workers.producer_worker import AllEpisodesFailed, PolicyEpisodes, Producer, build_parser
 
 FLAGS = ["--server", "", "--env-url", "", "--policy", "", "--group-size", "2", "--sessions", "4"]
 
@@ -106,7 +106,7 @@ def test_a_round_without_a_result_is_told_and_played_again(url, caplog):
 
     def fail_twice():
         if len(games.rounds) <= 2:
-            raise NothingPlayed("lost: nobody answers")
+            raise AllEpisodesFailed("lost: nobody answers")
 
     games.before = fail_twice
     with trainer(url, steps=99):

@@ -80,11 +80,11 @@ class Fleet:
 
     def call(self, worker, handler, payload=None, *, timeout_s, step=-1, mfc=""):
         if handler == PUBLISH_WEIGHTS.name:
-            name, serve = PUBLISH_WEIGHTS.served_by(self.trainer._publish_weights)
+            name, serve = PUBLISH_WEIGHTS.with_handler(self.trainer._publish_weights)
         elif handler == UPDATE_WEIGHTS.name:
-            name, serve = UPDATE_WEIGHTS.served_by(self.workers[worker]._update_weights)
+            name, serve = UPDATE_WEIGHTS.with_handler(self.workers[worker]._update_weights)
         else:
-            name, serve = PROBE_WEIGHTS.served_by(self.workers[worker]._probe.sample)
+            name, serve = PROBE_WEIGHTS.with_handler(self.workers[worker]._probe.sample)
         assert name == handler
         return asyncio.ensure_future(asyncio.to_thread(serve, payload))
 

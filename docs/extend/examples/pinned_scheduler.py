@@ -59,7 +59,7 @@ class PinnedScheduler:
 
 def make(options: PinnedOptions) -> PinnedScheduler:
     """Return a scheduler over the one of this machine, which kills what workers leave behind."""
-    return PinnedScheduler(LocalScheduler(orphans_are_ours=True), options.cores)
+    return PinnedScheduler(LocalScheduler(adopts_orphans=True), options.cores)
 
 
 PINNED = SchedulerDefinition(PinnedOptions, make)

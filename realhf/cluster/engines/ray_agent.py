@@ -9,7 +9,7 @@ from pathlib import Path
 
 from realhf.scheduler.base import WorkerExit, WorkerSpec
 from realhf.scheduler.local import LocalScheduler
-from realhf.scheduler.process import failure_cause
+from realhf.scheduler.process import find_failure_cause
 from realhf.transport.network import keep_in_memory
 
 GRACE_S = 6.0
@@ -46,7 +46,7 @@ class RayAgent:
         for event in self._local.wait(0.0):
             if isinstance(event, WorkerExit):
                 cause = (
-                    failure_cause(event.log, event.log_from, event.words)
+                    find_failure_cause(event.log, event.log_from, event.last_words)
                     if event.exit_code > 0
                     else None
                 )

@@ -26,7 +26,7 @@ from realhf.backends.embedded.compute_threads import (
     unmanaged_threads,
 )
 from realhf.backends.training.torch_engine import TorchEngine
-from workers.model_worker import share_of_cores
+from workers.model_worker import set_compute_threads
 
 
 class SimulatedMachine:
@@ -164,10 +164,10 @@ def test_one_thread_waits_for_nobody_and_an_engine_on_its_own_changes_nothing(
 
 def test_model_workers_share_the_cores_and_keep_a_configured_number(one_thread_afterwards: None):
     cores = len(os.sched_getaffinity(0))
-    assert share_of_cores(3, 2).count == torch.get_num_threads() == 3
-    assert share_of_cores(0, 1).count == torch.get_num_threads() == cores
-    assert share_of_cores(0, 1, taken=cores).count == torch.get_num_threads() == 1
-    assert share_of_cores(0, cores + 1).count == torch.get_num_threads() == 1
+    assert set_compute_threads(3, 2).count == torch.get_num_threads() == 3
+    assert set_compute_threads(0, 1).count == torch.get_num_threads() == cores
+    assert set_compute_threads(0, 1, reserved=cores).count == torch.get_num_threads() == 1
+    assert set_compute_threads(0, cores + 1).count == torch.get_num_threads() == 1
 
 
 def test_everything_that_an_engine_computes_follows_the_cores(tiny_model: Any, ragged_sample: Any):

@@ -10,7 +10,7 @@ import pytest
 from realhf.cluster.placement import ClusterError
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import WorkerExit, WorkerLine, WorkerSpec
-from realhf.scheduler.process import describe
+from realhf.scheduler.process import describe_failure
 from tests.cluster.key_ring import log_of
 
 LIMIT_S = 300.0
@@ -47,4 +47,4 @@ def refusal(scheduler: ClusterScheduler, spec: WorkerSpec) -> str:
             scheduler.start(spec)
     finally:
         scheduler.stop(1.0)
-    return describe(found.value)
+    return describe_failure(found.value)
