@@ -27,20 +27,20 @@ from realhf.transport.network import write_private
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 0; 1 with one line on standard error when the launcher refuses or is
     not there."""
-    given = _command_line().parse_args(argv)
+    arguments = _build_parser().parse_args(argv)
     try:
-        if given.command == "keys":
-            _make_keys(given.file, given.host, given.into)
+        if arguments.command == "keys":
+            _make_keys(arguments.file, arguments.host, arguments.into)
             return 0
         order = None
-        if given.command != "status":
+        if arguments.command != "status":
             more = (
-                getattr(given, "kind", ""),
-                getattr(given, "count", 0),
-                getattr(given, "new_keys", False),
+                getattr(arguments, "kind", ""),
+                getattr(arguments, "count", 0),
+                getattr(arguments, "new_keys", False),
             )
-            order = OperatorOrder(given.host, *more)
-        report = ask_launcher(given.join, given.key_file, given.command, order)
+            order = OperatorOrder(arguments.host, *more)
+        report = ask_launcher(arguments.join, arguments.key_file, arguments.command, order)
     except (TransportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -65,18 +65,20 @@ def _make_keys(file: Path, hosts: Sequence[str], into: Path | None) -> None:
         )
     if not hosts:
         return
-    drawn = add_hosts(file, dict.fromkeys(hosts))
-    one_each = {host: file.with_name(f"{file.stem}-{host}{file.suffix}") for host in drawn.hosts}
-    for host, target in one_each.items() if into is None else ():
+    new_keys = add_hosts(file, dict.fromkeys(hosts))
+    key_files = {
+        host: file.with_name(f"{file.stem}-{host}{file.suffix}") for host in new_keys.hosts
+    }
+    for host, target in key_files.items() if into is None else ():
         target.unlink(missing_ok=True)  # the key in it is worth nothing any more
-        write_private(target, HostKeys(drawn.server_public, {host: drawn.hosts[host]}).text())
+        write_private(target, HostKeys(new_keys.server_public, {host: new_keys.hosts[host]}).text())
         print(f"{target}: the key of host {host}; copy it there, mode 600")
     if into is not None:
-        write_private(into, drawn.text())
-        print(f"{into}: the keys of {', '.join(drawn.hosts)}")
+        write_private(into, new_keys.text())
+        print(f"{into}: the keys of {', '.join(new_keys.hosts)}")
 
 
-def _command_line() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m realhf.cluster",
         description=__doc__,

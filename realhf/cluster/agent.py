@@ -23,7 +23,7 @@ import zmq
 
 from realhf.base import process_clock
 from realhf.cluster.cluster_keys import HostKey
-from realhf.cluster.file_transfer import KeyFiles, keep
+from realhf.cluster.file_transfer import KeyFiles, store_piece
 from realhf.cluster.messages import (
     LINE_CHARACTERS,
     OF_LAUNCHER,
@@ -98,7 +98,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     mark = folder / MARK
     if not mark.exists() and any(folder.iterdir()):
         raise ClusterError(
-            f"--folder {folder}: it holds files that are no host agent's; give a folder of its own"
+            f"--folder {folder}: it contains files of something else; give the agent a folder of its own"
         )
     descriptor = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -113,7 +113,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
             if error.errno not in NO_LOCKS:
                 raise
             _log.warning(
-                "%s cannot be locked (%s); nothing keeps another agent from using it", folder, error
+                "%s cannot be locked (%s), so another agent could use it too", folder, error
             )
         folder.chmod(0o700)
         yield
@@ -222,15 +222,15 @@ class HostAgent:
         self._kill_times.clear()
         self._waiting_starts.clear()
         self._log_starts.clear()
-        self._keys.forget()
+        self._keys.remove_all()
 
     # ---- registering
 
-    def _register(self, limit_s: float, lost: str) -> zmq.Socket[bytes] | None:
+    def _register(self, limit_s: float, loss_reason: str) -> zmq.Socket[bytes] | None:
         """Register with the launcher; return the socket, or None if a run has ended and no other
         began.
 
-        lost: why the launcher was lost before; "" if it was not. Raises NetworkError after
+        loss_reason: why the launcher was lost before; "" if it was not. Raises NetworkError after
         ``limit_s`` seconds, and ProtocolError if the launcher refuses.
         """
         began = process_clock.now()
@@ -258,12 +258,12 @@ class HostAgent:
                     limit_s,
                 )
                 warned = True
-        if not lost and limit_s == self._linger_s:
+        if not loss_reason and limit_s == self._linger_s:
             _log.info("the run is over, and no other began within %g s", limit_s)
             return None
         raise NetworkError(
-            f"the launcher at {self._launcher} was not there for {limit_s:g} s"
-            + (f" ({lost})" * bool(lost))
+            f"the launcher at {self._launcher} was not reached for {limit_s:g} s"
+            + (f" ({loss_reason})" * bool(loss_reason))
         )
 
     def _connect(self) -> zmq.Socket[bytes]:
@@ -382,14 +382,14 @@ class HostAgent:
         elif isinstance(message, KillWorker):
             self._kill(socket, message)
         elif isinstance(message, FilePiece):
-            kept = (
-                self._keys.keep(message)
-                if self._keys.takes(message)
-                else keep(message, self._folder)
+            receipt = (
+                self._keys.store(message)
+                if self._keys.is_key_file(message)
+                else store_piece(message, self._folder)
             )
-            if kept.problem:
-                _log.error("cannot keep %s: %s", message.path, kept.problem)
-            self._send(socket, "kept", kept)
+            if receipt.problem:
+                _log.error("cannot keep %s: %s", message.path, receipt.problem)
+            self._send(socket, "kept", receipt)
         elif isinstance(message, Probe):
             self._send(socket, "probed", self._answer_probe(message))
 
@@ -399,41 +399,45 @@ class HostAgent:
         if self._waiting_starts and not self._prepared.is_importing():
             waiting = [*self._waiting_starts.values()]
             self._waiting_starts = {}
-            for asked in waiting:
-                self._start(socket, asked)
+            for request in waiting:
+                self._start(socket, request)
 
-    def _start(self, socket: zmq.Socket[bytes], asked: StartWorker) -> None:
-        log = Path(asked.log)
+    def _start(self, socket: zmq.Socket[bytes], request: StartWorker) -> None:
+        log = Path(request.log)
         spec = WorkerSpec(
-            asked.name,
-            asked.module,
-            tuple(asked.argv),
+            request.name,
+            request.module,
+            tuple(request.argv),
             log,
-            asked.events,
-            asked.niceness,
-            asked.gpu,
+            request.events,
+            request.niceness,
+            request.gpu,
         )
         try:
             since = log.stat().st_size if log.exists() else 0
             self._local.start(spec)
         except (OSError, ValueError) as error:
-            self._send(socket, "not_started", NotStarted(asked.name, str(error)[:4000]))
+            self._send(socket, "not_started", NotStarted(request.name, str(error)[:4000]))
         else:
-            self._log_starts[asked.name] = log, since
-            _log.info("%s runs here (log: %s)", asked.name, log)
+            self._log_starts[request.name] = log, since
+            _log.info("%s runs here (log: %s)", request.name, log)
 
-    def _end(self, socket: zmq.Socket[bytes], asked: EndWorker) -> None:
-        if asked.name:
-            if (never := self._waiting_starts.pop(asked.name, None)) is not None:
-                self._send(socket, "exited", Exited(never.name, -signal.SIGTERM, never.log, 0, b""))
+    def _end(self, socket: zmq.Socket[bytes], request: EndWorker) -> None:
+        if request.name:
+            if (not_started := self._waiting_starts.pop(request.name, None)) is not None:
+                self._send(
+                    socket,
+                    "exited",
+                    Exited(not_started.name, -signal.SIGTERM, not_started.log, 0, b""),
+                )
                 return
-            self._local.end(asked.name)
-            self._kill_times[asked.name] = process_clock.now() + asked.grace_s
+            self._local.end(request.name)
+            self._kill_times[request.name] = process_clock.now() + request.grace_s
             return
         self._report(socket, self._local.wait(0.0))
         for name in self._log_starts:
             self._local.end(name)
-        deadline = process_clock.now() + min(asked.grace_s, MAX_SILENCE_S)
+        deadline = process_clock.now() + min(request.grace_s, MAX_SILENCE_S)
         while self._log_starts and (left := deadline - process_clock.now()) > 0:
             # a silent host would count as lost, and would not learn of the end of the run
             self._ping(socket)
@@ -447,27 +451,30 @@ class HostAgent:
             self._send(socket, "exited", Exited(name, -signal.SIGTERM, str(log), since, tail))
         self._send(socket, "ended")
 
-    def _kill(self, socket: zmq.Socket[bytes], asked: KillWorker) -> None:
-        if not asked.pid and (never := self._waiting_starts.pop(asked.name, None)) is not None:
+    def _kill(self, socket: zmq.Socket[bytes], request: KillWorker) -> None:
+        if (
+            not request.pid
+            and (not_started := self._waiting_starts.pop(request.name, None)) is not None
+        ):
             self._send(
                 socket,
                 "exited",
-                Exited(never.name, -signal.SIGKILL, never.log, 0, b"", asked.cause),
+                Exited(not_started.name, -signal.SIGKILL, not_started.log, 0, b"", request.cause),
             )
-        self._local.kill(asked.name, asked.cause, pid=asked.pid, started=asked.started)
+        self._local.kill(request.name, request.cause, pid=request.pid, started=request.started)
 
     @staticmethod
-    def _answer_probe(asked: Probe) -> ProbeAnswer:
+    def _answer_probe(probe: Probe) -> ProbeAnswer:
         """Read the launcher's token and write the reversed text as proof of a shared folder; return
         the answer."""
         text = ""
         try:
-            with Path(asked.token).open("rb") as file:
+            with Path(probe.token).open("rb") as file:
                 text = file.read(TOKEN_BYTES).decode("ascii")
-            Path(asked.answer).write_text(text[::-1], encoding="ascii")
+            Path(probe.answer).write_text(text[::-1], encoding="ascii")
         except (OSError, ValueError):
             text = ""
-        return ProbeAnswer(asked.number, text, [fingerprint(Path(path)) for path in asked.paths])
+        return ProbeAnswer(probe.number, text, [fingerprint(Path(path)) for path in probe.paths])
 
     def _report(self, socket: zmq.Socket[bytes], events: Sequence[WorkerEvent]) -> None:
         for event in events:
@@ -479,10 +486,10 @@ class HostAgent:
             self._log_starts.pop(event.name, None)
             tail = read_log_end(event.log, event.log_from, TAIL_BYTES)
             if event.last_words and not find_fatal_line(tail):  # the disk of the log is full
-                words = f"\n{FATAL}{event.last_words}\n".encode()
-                tail = tail[len(words) - TAIL_BYTES :] + words
+                last_words = f"\n{FATAL}{event.last_words}\n".encode()
+                tail = tail[len(last_words) - TAIL_BYTES :] + last_words
             _log.info("%s has ended: %s", event.name, event.reason)
-            ended = Exited(
+            exited = Exited(
                 event.name,
                 event.exit_code,
                 str(event.log),
@@ -490,7 +497,7 @@ class HostAgent:
                 tail,
                 event.cause[:4000],
             )
-            self._send(socket, "exited", ended)
+            self._send(socket, "exited", exited)
 
     # ---- the wire
 

@@ -31,7 +31,7 @@ from realhf.transport.network import (
 
 MAX_KEY_FILE_BYTES = 1 << 20
 """Maximum size of a file of keys, enough for 4096 hosts."""
-HOW = "python -m realhf.cluster keys {} --host NAME"
+KEYS_COMMAND = "python -m realhf.cluster keys {} --host NAME"
 """Command that makes a key for a host; for error messages."""
 
 
@@ -72,17 +72,17 @@ class HostKeys:
     def read(path: Path) -> HostKeys:
         """Read a file of keys; ``-`` is standard input. Raises NetworkError with the file and the
         problem."""
-        found = _read_fields(path, ("server_public", "hosts"), "of a host")
+        fields = _read_fields(path, ("server_public", "hosts"), "of a host")
         try:
-            hosts = {str(name): CurvePair(**pair) for name, pair in found["hosts"].items()}
+            hosts = {str(name): CurvePair(**pair) for name, pair in fields["hosts"].items()}
             fault = (
-                describe_key_fault(found["server_public"]) and "a key server_public that is no Z85"
+                describe_key_fault(fields["server_public"]) and "a key server_public that is no Z85"
             )
             faults = (fault, *(pair.describe_fault(name) for name, pair in hosts.items()))
         except (TypeError, AttributeError, ValueError):
             raise NetworkError(f"keys of the cluster: {path} is not a file of keys") from None
         _check_faults(path, faults)
-        return HostKeys(found["server_public"], hosts)
+        return HostKeys(fields["server_public"], hosts)
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,11 @@ class LauncherKeys:
     @staticmethod
     def read(path: Path) -> LauncherKeys:
         """Read the launcher's file. Raises NetworkError with the file and the problem."""
-        found = _read_fields(path, ("server", "operator", "hosts"), "of a launcher")
+        fields = _read_fields(path, ("server", "operator", "hosts"), "of a launcher")
         try:
-            server = CurvePair(**found["server"])
-            operator = CurvePair(**found["operator"])
-            hosts = found["hosts"]
+            server = CurvePair(**fields["server"])
+            operator = CurvePair(**fields["operator"])
+            hosts = fields["hosts"]
             faults = [server.describe_fault("server"), operator.describe_fault("operator")]
             faults += [
                 describe_key_fault(key) and f"a key of host {name!r:.80} that is none"
@@ -151,11 +151,11 @@ def add_hosts(path: Path, names: Iterable[str]) -> HostKeys:
     """
     with _lock_file(path):
         keys = LauncherKeys.read(path)
-        drawn = {name: CurvePair.make() for name in names}
+        pairs = {name: CurvePair.make() for name in names}
         _write_hosts(
-            path, keys, {**keys.hosts, **{name: pair.public for name, pair in drawn.items()}}
+            path, keys, {**keys.hosts, **{name: pair.public for name, pair in pairs.items()}}
         )
-    return HostKeys(keys.server.public, drawn)
+    return HostKeys(keys.server.public, pairs)
 
 
 class KnownHosts:
@@ -172,7 +172,7 @@ class KnownHosts:
         self.file = file if file is not None else keep_in_memory(LauncherKeys.make().text())
         self.keys = LauncherKeys.read(self.file)
         self._file_status = self._read_status()
-        self._drawn: dict[str, str] = {}
+        self._generated: dict[str, str] = {}
         self._leaving: dict[str, str] = {}
         self._revoked: set[str] = set()
         self._names: Mapping[str, str] = {}
@@ -183,7 +183,7 @@ class KnownHosts:
         return status.st_ino, status.st_mtime_ns, status.st_size
 
     def _index_names(self) -> None:
-        hosts = (*self.keys.hosts.items(), *self._drawn.items())
+        hosts = (*self.keys.hosts.items(), *self._generated.items())
         names = (
             self._leaving
             | {key: name for name, key in hosts}
@@ -204,21 +204,23 @@ class KnownHosts:
                 self._index_names()
         return self._names.get(key, "")
 
-    def knows(self, key: str) -> bool:
+    def accepts(self, key: str) -> bool:
         """Return whether a new connection with this key is accepted: its owner is known and not
         being removed."""
         return bool(self.name_of(key)) and key not in self._leaving
 
-    def has(self, host: str) -> bool:
+    def has_key(self, host: str) -> bool:
         """Return whether a host has a key."""
         return host in self._names.values()
 
-    def draw(self, names: Iterable[str]) -> HostKeys:
+    def generate(self, names: Iterable[str]) -> HostKeys:
         """Generate keys for hosts on which the launcher starts agents, except removed hosts."""
         with self._lock:
             void = {*self._revoked, *self._leaving}
-            pairs = {name: CurvePair.make() for name in names if self._drawn.get(name) not in void}
-            self._drawn |= {name: pair.public for name, pair in pairs.items()}
+            pairs = {
+                name: CurvePair.make() for name in names if self._generated.get(name) not in void
+            }
+            self._generated |= {name: pair.public for name, pair in pairs.items()}
             self._index_names()
         return HostKeys(self.keys.server.public, pairs)
 
@@ -270,21 +272,23 @@ def _write_hosts(path: Path, keys: LauncherKeys, hosts: Mapping[str, str]) -> No
 
 def _read_fields(path: Path, names: tuple[str, ...], whose: str) -> dict[str, Any]:
     try:
-        found = json.loads(read_private(path, MAX_KEY_FILE_BYTES))
+        content = json.loads(read_private(path, MAX_KEY_FILE_BYTES))
     except NetworkError:
         raise
     except (ValueError, RecursionError):
         raise NetworkError(f"keys of the cluster: {path} is not a file of keys") from None
-    present = sorted(found) if isinstance(found, dict) else []
+    present = sorted(content) if isinstance(content, dict) else []
     if present == sorted(names):
-        return dict(found)
+        return dict(content)
     if "client_secret" in present:
         problem = (
             f"has one key for all hosts, as before; move it away and make new ones: "
-            f"{HOW.format(path)}"
+            f"{KEYS_COMMAND.format(path)}"
         )
     elif present == ["hosts", "operator", "server"]:
-        problem = f"has the keys of the launcher; a host has one of its own: {HOW.format(path)}"
+        problem = (
+            f"has the keys of the launcher; a host has one of its own: {KEYS_COMMAND.format(path)}"
+        )
     elif present == ["hosts", "server_public"]:
         problem = (
             "has the keys of hosts; the launcher and its operators need the file that these were "

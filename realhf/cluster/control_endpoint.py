@@ -112,7 +112,7 @@ class _Agent:
     identity: bytes
     """ZeroMQ identity of the connection."""
     session: bytes
-    heard: float
+    last_message_at: float
     """Time of the last message (process_clock.now)."""
 
 
@@ -134,15 +134,15 @@ class ControlEndpoint:
         self._known = known
         self._dead_after_s = dead_after_s
         self._refusal = refusal
-        self._refused: set[bytes] = set()
+        self._refused_sessions: set[bytes] = set()
         self._sender = ""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        Authenticator(context, known.knows)
+        Authenticator(context, known.accepts)
         self._listener = Listener(
             "the endpoint",
             context,
             lambda socket: listen_encrypted(socket, bind, known.keys.server),
-            self._take,
+            self._on_message,
             self._refuse_other_protocol,
             after=self._check_hosts,
             every_s=CHECK_S,
@@ -240,7 +240,7 @@ class ControlEndpoint:
             )
             self._refuse(identity, session[:16], f"versions differ: {different}")
 
-    def _take(self, identity: bytes, header: dict[str, Any], payload: list[Any]) -> None:
+    def _on_message(self, identity: bytes, header: dict[str, Any], payload: list[Any]) -> None:
         kind = envelope.field(header, "kind", str)
         session = envelope.field(header, "session", bytes)[:16]
         if self._closing:
@@ -255,7 +255,7 @@ class ControlEndpoint:
         self._sender = self._known.name_of(key)
         if header.get("run") != CONTROL:
             raise ProtocolError("a message that is not for the control endpoint of a launcher")
-        if not self._sender or (kind == "hello" and not self._known.knows(key)):
+        if not self._sender or (kind == "hello" and not self._known.accepts(key)):
             self._post(identity, pack_message("leave", session))
             return
         try:
@@ -293,11 +293,11 @@ class ControlEndpoint:
         elif kind == "hello":
             self._refuse(identity, session, reason)
         with self._lock:
-            name = self._name_of(session)
+            name = self._find_host(session)
         if name is not None:
             self._emit(InvalidMessage(name, reason))
 
-    def _name_of(self, session: bytes) -> str | None:
+    def _find_host(self, session: bytes) -> str | None:
         """Return the host whose agent has this session. The lock must be held."""
         return next((name for name, host in self._hosts.items() if host.session == session), None)
 
@@ -318,8 +318,8 @@ class ControlEndpoint:
             return
         if reason := self._refusal(hello):
             self._refuse(identity, session, reason)
-            if session not in self._refused:
-                self._refused.add(session)
+            if session not in self._refused_sessions:
+                self._refused_sessions.add(session)
                 self._emit(HostRefused(hello.name, reason))
             return
         with self._lock:
@@ -328,7 +328,7 @@ class ControlEndpoint:
             known = self._hosts.get(hello.name)
             if known is not None and known.session == session:
                 return  # a repeated hello; the welcome was sent
-            if known is not None and now - known.heard < SILENT_PINGS * PING_S:
+            if known is not None and now - known.last_message_at < SILENT_PINGS * PING_S:
                 if now - self._duplicates.setdefault(session, now) > (SILENT_PINGS + 1) * PING_S:
                     text = (
                         f"a host named {hello.name!r} takes part already; name this one with --name"
@@ -336,7 +336,7 @@ class ControlEndpoint:
                     self._refuse(identity, session, text)
                 return  # the earlier agent may have been killed, and this one is its successor: wait
             if known is not None:
-                self._emit(HostLost(hello.name, "its agent was started anew"))
+                self._emit(HostLost(hello.name, "its agent was restarted"))
             self._hosts[hello.name] = _Agent(identity, session, now)
             self._duplicates.clear()
         self._post(
@@ -349,13 +349,13 @@ class ControlEndpoint:
         self, identity: bytes, session: bytes, kind: str, message: Message
     ) -> None:
         with self._lock:
-            name = self._name_of(session)
+            name = self._find_host(session)
             if name is None or name != self._sender:
                 self._post(identity, pack_message("again", session))
                 return
             # ZeroMQ reconnects by itself, under a new identity; messages in flight are lost.
             broken = self._hosts[name].identity != identity
-            self._hosts[name].heard = process_clock.now()
+            self._hosts[name].last_message_at = process_clock.now()
             if kind == "leave" or broken:
                 del self._hosts[name]
         if broken:
@@ -372,9 +372,9 @@ class ControlEndpoint:
         now = process_clock.now()
         with self._lock:
             silent = {
-                name: now - host.heard
+                name: now - host.last_message_at
                 for name, host in self._hosts.items()
-                if now - host.heard > self._dead_after_s
+                if now - host.last_message_at > self._dead_after_s
             }
             for name in silent:
                 del self._hosts[name]

@@ -28,7 +28,7 @@ CARRIED = "carried"
 again."""
 
 
-def keep(piece: FilePiece, folder: Path) -> FileReceipt:
+def store_piece(piece: FilePiece, folder: Path) -> FileReceipt:
     """Write a piece of a file below ``folder``; return the receipt.
 
     A file gets its name with its last piece. If a piece cannot be written, the pieces before it are
@@ -62,21 +62,21 @@ class KeyFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "keys"
-        self._held: dict[Path, int] = {}
+        self._descriptors: dict[Path, int] = {}
 
-    def takes(self, piece: FilePiece) -> bool:
+    def is_key_file(self, piece: FilePiece) -> bool:
         """Return whether a piece belongs to a file of keys."""
         return Path(piece.path).parent == self._folder
 
-    def keep(self, piece: FilePiece) -> FileReceipt:
+    def store(self, piece: FilePiece) -> FileReceipt:
         """Store a file of keys, which has only one piece."""
         path = Path(piece.path)
         try:
             if piece.offset or not piece.last or path.name in ("", ".."):
                 raise ValueError("no file of keys")
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            self._forget([path])
-            descriptor = self._held[path] = os.memfd_create("keys", os.MFD_CLOEXEC)
+            self._remove([path])
+            descriptor = self._descriptors[path] = os.memfd_create("keys", os.MFD_CLOEXEC)
             os.fchmod(descriptor, 0o600)
             with os.fdopen(os.dup(descriptor), "wb") as file:
                 file.write(piece.data)
@@ -85,13 +85,13 @@ class KeyFiles:
             return FileReceipt(piece.path, 0, str(error)[:PROBLEM_CHARACTERS])
         return FileReceipt(piece.path, len(piece.data), "")
 
-    def forget(self) -> None:
+    def remove_all(self) -> None:
         """Remove all keys, and the links that an earlier agent has left."""
-        self._forget({*self._held, *self._folder.glob("*")})
+        self._remove({*self._descriptors, *self._folder.glob("*")})
 
-    def _forget(self, paths: Iterable[Path]) -> None:
+    def _remove(self, paths: Iterable[Path]) -> None:
         for path in [*paths]:
-            if (descriptor := self._held.pop(path, None)) is not None:
+            if (descriptor := self._descriptors.pop(path, None)) is not None:
                 os.close(descriptor)
             path.unlink(missing_ok=True)
 
@@ -110,7 +110,7 @@ def _append_piece(piece: FilePiece, partial: Path, *, resumable: bool) -> int:
             if present < 0 or (present and not resumable):
                 raise OSError(f"a part before byte {piece.offset} is missing")
             if piece.last and present > len(piece.data):
-                raise OSError("more of it is there than there is")
+                raise OSError("the partial file is longer than the file")
             file.write(piece.data[present:])
             file.flush()
             return file.tell()
@@ -167,7 +167,7 @@ class FileTransfer:
                         break
 
 
-def key_file_in(argv: Sequence[str]) -> Path | None:
+def find_key_file(argv: Sequence[str]) -> Path | None:
     """Return the file of keys on a worker's command line; None without one."""
     return Path(argv[argv.index(KEY_FLAG) + 1]) if KEY_FLAG in argv[:-1] else None
 
@@ -177,7 +177,7 @@ def read_plan(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8"))
 
 
-def needed_paths(run_dir: Path) -> dict[str, str]:
+def find_needed_paths(run_dir: Path) -> dict[str, str]:
     """Return the existing paths in a plan that a worker needs, each with the option that names it.
 
     These are models and tokenizers, data files, and the user's code. Raises OSError or ValueError
@@ -240,19 +240,19 @@ def _find_texts(value: Any) -> Iterator[str]:
         yield from _find_texts(item)
 
 
-def files_for_host(
+def plan_transfer(
     run_dir: Path,
     folder: str,
     key_file: Path | None,
     *,
     shared: bool,
-    there: Sequence[str],
+    same_paths: Sequence[str],
     limit_mb: float,
     host: str,
 ) -> FileTransfer:
     """Return the files to send to a host, with targets in the agent's ``folder``.
 
-    shared: the host shares the run folder, and needs only keys. there: paths with the same content
+    shared: the host shares the run folder, and needs only keys. same_paths: paths with the same content
     on the host, which it uses in place. limit_mb: maximum size for each option, in MB. Raises
     ClusterError beyond it.
     """
@@ -267,15 +267,17 @@ def files_for_host(
     transfer.paths[str(run_dir)] = (
         f"{folder}/runs/{run_dir.parent.name[:30]}-{run_dir.name[:30]}-{tag}"
     )
-    for path, option in needed_paths(run_dir).items():
-        if path in there:
+    for path, option in find_needed_paths(run_dir).items():
+        if path in same_paths:
             continue
-        own = Path(path)
+        source = Path(path)
         # What has changed since the last run goes elsewhere: files that are gone here would stay
         # there and be read.
-        version = hashlib.sha256(f"{path}\0{fingerprint(own)}".encode()).hexdigest()[:12]
-        target = f"{folder}/{CARRIED}/{version}/{own.name}"
-        files = [each for each in own.rglob("*") if each.is_file()] if own.is_dir() else [own]
+        version = hashlib.sha256(f"{path}\0{fingerprint(source)}".encode()).hexdigest()[:12]
+        target = f"{folder}/{CARRIED}/{version}/{source.name}"
+        files = (
+            [each for each in source.rglob("*") if each.is_file()] if source.is_dir() else [source]
+        )
         size = sum(each.stat().st_size for each in files) / 1e6
         if size > limit_mb:
             raise ClusterError(
@@ -313,7 +315,7 @@ class TransferQueue:
         self._problem = ""
         self._last_progress = 0.0
         self._stored_bytes: dict[str, int] = {}
-        self.brought: set[str] = set()
+        self.sent_paths: set[str] = set()
         """Paths on the host of files that were sent or are queued."""
 
     def add(self, pieces: Iterator[FilePiece], start: StartWorker) -> None:
@@ -347,7 +349,7 @@ class TransferQueue:
                     process_clock.now() if not self._in_flight else self._last_progress
                 )
                 self._in_flight += 1
-                self.brought.add(piece.path)
+                self.sent_paths.add(piece.path)
                 self._send("file", piece)
             elif self._in_flight:
                 break  # the worker starts when everything before it has been stored
@@ -358,7 +360,7 @@ class TransferQueue:
             return []
         failed = [(name, self._problem) for name in self.withdraw()]
         self._problem = ""
-        self.brought.clear()
+        self.sent_paths.clear()
         return failed
 
     def _next_piece(self, pieces: Iterator[FilePiece]) -> FilePiece | None:

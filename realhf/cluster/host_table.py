@@ -19,7 +19,7 @@ from realhf.cluster.own_host import own_gpus
 from realhf.cluster.placement import LAUNCHER, USES_GPU, CandidateHost, kind_of
 from realhf.scheduler.base import WorkerSpec
 
-CLOCKS_APART_S = 5.0
+CLOCK_TOLERANCE_S = 5.0
 """Difference of clocks from which a warning is given, in seconds."""
 _SHARES = {
     None: "fileroot not looked at",
@@ -30,32 +30,32 @@ PROBE_S = 10.0
 """Seconds within which a host must answer a probe of the run folder."""
 
 
-REST_S = 15.0
+BACKOFF_S = 15.0
 """Seconds that a host gets no workers after failures; doubled each time, ..."""
-MAX_REST_S = 600.0
+MAX_BACKOFF_S = 600.0
 """... up to this."""
-QUICK_S = 10.0
+QUICK_FAILURE_S = 10.0
 """A worker that fails within this time may have failed because of its host, ..."""
-QUICK_ENDS = 2
-"""... and this many in a row are taken to have."""
+QUICK_FAILURES = 2
+"""... and this many failures in a row are attributed to it."""
 
 
 @dataclass
 class HostBackoff:
-    """Failures on a host since a worker last ran there for ``QUICK_S``, and the pause that follows
+    """Failures on a host since a worker last ran there for ``QUICK_FAILURE_S``, and the pause that follows
     them."""
 
-    ends: int = 0
+    failures: int = 0
     """Failures in a row."""
-    rests: int = 0
+    pauses: int = 0
     """Number of pauses so far."""
     until: float = 0.0
     """End of the pause (process_clock.now)."""
-    why: str = ""
+    reason: str = ""
     """Reason of the last failure."""
 
     @property
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """Seconds until the host gets workers again; 0 if it does now."""
         return max(0.0, self.until - process_clock.now())
 
@@ -82,13 +82,13 @@ class Host:
     """Files to send to it, and the workers that need them."""
     shared: bool | None = None
     """Whether it shares the run folder; None before it was probed."""
-    there: set[str] = field(default_factory=set)
+    same_paths: set[str] = field(default_factory=set)
     """Paths that have the same content on it as on the launcher's machine."""
     since: float = field(default_factory=process_clock.now)
     """Time of its registration (process_clock.now)."""
     leave_by: float = math.inf
     """If an operator removes it: when it is dropped at the latest (process_clock.now)."""
-    strange: bool = False
+    sends_invalid: bool = False
     """Whether its agent has sent invalid messages."""
 
     @property
@@ -98,13 +98,13 @@ class Host:
 
 
 class HostTable:
-    """Hosts and workers by name, and recent failures of hosts (``troubles``), which outlast a
+    """Hosts and workers by name, and recent failures of hosts (``backoffs``), which outlast a
     restart of the run."""
 
-    def __init__(self, troubles: dict[str, HostBackoff] | None = None) -> None:
+    def __init__(self, backoffs: dict[str, HostBackoff] | None = None) -> None:
         self.hosts: dict[str, Host] = {}
         self.workers: dict[str, RunningWorker] = {}
-        self.troubles = {} if troubles is None else troubles
+        self.backoffs = {} if backoffs is None else backoffs
 
     def workers_on(self, host: str) -> dict[str, RunningWorker]:
         """Return the workers on a host."""
@@ -118,13 +118,13 @@ class HostTable:
         """
         gpus: dict[str, Sequence[str]] = {LAUNCHER: own_gpus()}
         gpus |= {name: host.hello.gpus for name, host in sorted(self.hosts.items())}
-        taken = {name: self._gpus_by_worker(name, own) for name, own in gpus.items()}
-        seen_by = Counter(gpu for own in gpus.values() for gpu in set(own))
-        holders = {gpu: list[tuple[str, str]]() for gpu in seen_by}
-        for name, workers in taken.items():
+        gpus_by_worker = {name: self._gpus_by_worker(name, own) for name, own in gpus.items()}
+        host_count = Counter(gpu for own in gpus.values() for gpu in set(own))
+        users = {gpu: list[tuple[str, str]]() for gpu in host_count}
+        for name, workers in gpus_by_worker.items():
             for worker, number in workers.items():
                 if number is not None:
-                    holders[gpus[name][number]].append((name, worker))
+                    users[gpus[name][number]].append((name, worker))
         candidates: list[CandidateHost] = []
         for name, own in gpus.items():
             host = self.hosts.get(name)
@@ -132,16 +132,25 @@ class HostTable:
                 continue
             cores = host.hello.cores if host else usable_cores()
             shared = bool(host.shared) if host else True
-            beside = {
+            neighbours = {
                 worker: number
                 for number, gpu in enumerate(own)
-                for other, worker in holders[gpu]
+                for other, worker in users[gpu]
                 if other != name
             }
-            offered = frozenset(number for number, gpu in enumerate(own) if seen_by[gpu] > 1)
-            rests = self.rest_s(name) > 0
+            shared_gpus = frozenset(number for number, gpu in enumerate(own) if host_count[gpu] > 1)
+            paused = self.backoff_s(name) > 0
             candidates.append(
-                CandidateHost(name, cores, len(own), shared, taken[name], beside, offered, rests)
+                CandidateHost(
+                    name,
+                    cores,
+                    len(own),
+                    shared,
+                    gpus_by_worker[name],
+                    neighbours,
+                    shared_gpus,
+                    paused,
+                )
             )
         return candidates
 
@@ -157,38 +166,38 @@ class HostTable:
 
         return {name: gpu_of(name, worker) for name, worker in self.workers_on(host).items()}
 
-    def note_failure(self, worker: RunningWorker, why: str, *, sure: bool) -> str:
+    def note_failure(self, worker: RunningWorker, reason: str, *, is_host_fault: bool) -> str:
         """Record the failure of a worker, and pause its host if the host is the likely cause.
 
-        sure: the host is known to be the cause. Returns a notice for the user if the host is
+        is_host_fault: the host is known to be the cause. Returns a notice for the user if the host is
         paused, else "".
         """
         host = worker.host
-        if not sure and process_clock.now() - worker.since >= QUICK_S:
-            self.troubles.pop(host, None)
+        if not is_host_fault and process_clock.now() - worker.since >= QUICK_FAILURE_S:
+            self.backoffs.pop(host, None)
             return ""
-        trouble = self.troubles.setdefault(host, HostBackoff())
-        trouble.ends += 1
-        trouble.why = f"{worker.spec.name} {why}"
-        if not (sure or trouble.ends >= QUICK_ENDS) or trouble.left_s:
+        backoff = self.backoffs.setdefault(host, HostBackoff())
+        backoff.failures += 1
+        backoff.reason = f"{worker.spec.name} {reason}"
+        if not (is_host_fault or backoff.failures >= QUICK_FAILURES) or backoff.remaining_s:
             return ""
-        rest_s = min(MAX_REST_S, REST_S * 2**trouble.rests)
-        trouble.until = process_clock.now() + rest_s
-        trouble.rests += 1
-        return f"host {host} gets no workers for {rest_s:g} s: {trouble.why}"
+        backoff_s = min(MAX_BACKOFF_S, BACKOFF_S * 2**backoff.pauses)
+        backoff.until = process_clock.now() + backoff_s
+        backoff.pauses += 1
+        return f"host {host} gets no workers for {backoff_s:g} s: {backoff.reason}"
 
-    def rest_s(self, host: str) -> float:
+    def backoff_s(self, host: str) -> float:
         """Return the seconds for which a host gets no workers."""
-        trouble = self.troubles.get(host)
-        return trouble.left_s if trouble is not None else 0.0
+        backoff = self.backoffs.get(host)
+        return backoff.remaining_s if backoff is not None else 0.0
 
     def remove_host(self, host: str) -> dict[str, RunningWorker]:
         """Remove a host and its workers; return the workers."""
         self.hosts.pop(host, None)
-        gone = self.workers_on(host)
-        for name in gone:
+        removed = self.workers_on(host)
+        for name in removed:
             del self.workers[name]
-        return gone
+        return removed
 
     def lines(self, endpoint: str) -> Iterator[str]:
         """Yield a line of text for each host and worker."""
@@ -197,7 +206,7 @@ class HostTable:
             name: f"  {host.hello.address}  {host.hello.cores} cores  {host.hello.memory_gib:.0f} "
             f"GiB  "
             f"{len(host.hello.gpus)} GPUs  "
-            f"{_SHARES[host.shared]}{'  leaving' * host.leaving}{self._rest_text(name)}"
+            f"{_SHARES[host.shared]}{'  leaving' * host.leaving}{self._backoff_text(name)}"
             for name, host in sorted(self.hosts.items())
         }
         for host, text in rows.items():
@@ -206,18 +215,20 @@ class HostTable:
                 gpu = "" if worker.gpu is None else f"  GPU {worker.gpu}"
                 yield f"  {name}  {process_clock.now() - worker.since:.0f} s{gpu}"
 
-    def _rest_text(self, host: str) -> str:
-        left_s = self.rest_s(host)
-        return f"  gets no workers for {left_s:.0f} s: {self.troubles[host].why}" if left_s else ""
+    def _backoff_text(self, host: str) -> str:
+        left_s = self.backoff_s(host)
+        return (
+            f"  gets no workers for {left_s:.0f} s: {self.backoffs[host].reason}" if left_s else ""
+        )
 
 
 def list_warnings(hello: HostHello) -> Iterator[str]:
     """Yield warnings about a host that has joined."""
-    apart = hello.clock - time.time()
-    if abs(apart) > CLOCKS_APART_S:
+    offset_s = hello.clock - time.time()
+    if abs(offset_s) > CLOCK_TOLERANCE_S:
         yield (
-            f"host {hello.name}: its clock is {abs(apart):.0f} s "
-            f"{'ahead of' if apart > 0 else 'behind'} the "
+            f"host {hello.name}: its clock is {abs(offset_s):.0f} s "
+            f"{'ahead of' if offset_s > 0 else 'behind'} the "
             "launcher's; times in logs and traces will not fit together (set it by NTP)"
         )
 
@@ -251,7 +262,7 @@ class FolderProbe:
         self._answer.unlink(missing_ok=True)
         host.shared = answer.token == self._text and written == self._text[::-1]
         prints = zip(self._prints.items(), answer.prints, strict=False)
-        host.there = {path for (path, own), theirs in prints if own and own == theirs}
+        host.same_paths = {path for (path, own), theirs in prints if own and own == theirs}
 
     def close(self) -> None:
         """Remove the token and its answer."""

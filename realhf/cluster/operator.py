@@ -87,7 +87,7 @@ REMOVED = -15
 
 
 def serve_operator(
-    asked: OperatorRequest,
+    request: OperatorRequest,
     control: ControlEndpoint,
     table: HostTable,
     known: KnownHosts,
@@ -100,19 +100,19 @@ def serve_operator(
     running: whether there is a run. elastic: whether workers can join it.
     """
     events: list[WorkerEvent] = []
-    if asked.kind == "status" or not isinstance(asked.message, OperatorOrder):
+    if request.kind == "status" or not isinstance(request.message, OperatorOrder):
         report = OperatorReport([*table.lines(control.endpoint)])
     elif refusal := _refusal_reason(
-        asked.kind, asked.message, table, running=running, elastic=elastic
+        request.kind, request.message, table, running=running, elastic=elastic
     ):
         report = OperatorReport([refusal], failed=True)
-    elif asked.kind == "add":
-        order = asked.message
+    elif request.kind == "add":
+        order = request.message
         events = [WorkersWanted(order.host, order.kind, order.count)]
         report = OperatorReport([f"{order.count} {order.kind} are started on {order.host}"])
     else:
-        report, events = _remove_host(asked.message, control, table, known)
-    control.answer(asked.sender, report)
+        report, events = _remove_host(request.message, control, table, known)
+    control.answer(request.sender, report)
     return events
 
 

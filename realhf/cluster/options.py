@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from realhf.api.config import ADDRESS_WANTED, is_invalid_address
 from realhf.api.option import option
 from realhf.base.text import suggest_names
-from realhf.cluster.placement import LAUNCHER, find_wished_host, kind_of
+from realhf.cluster.placement import LAUNCHER, find_placed_host, kind_of
 
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
@@ -77,8 +77,8 @@ class ClusterOptions:
         for host in self.hosts:
             if not HOST_NAME.fullmatch(host) or host == LAUNCHER:
                 yield (
-                    f"{name}.hosts: no host can have the name {host!r}, so it would be waited for "
-                    f"in vain"
+                    f"{name}.hosts: no host can have the name {host!r}; use letters, digits, _, - "
+                    "and ."
                 )
         for kind, count in self.joining.items():
             if kind not in ELASTIC:
@@ -115,15 +115,17 @@ def placement_problems(options: ClusterOptions, workers: Sequence[str]) -> Itera
     """Yield an error for each entry of ``placement`` that matches no worker of the run, nor the
     kind of one."""
     kinds = sorted({kind_of(name) for name in workers})
-    for said in options.placement:
-        if kind_of(said) not in kinds and not any(fnmatchcase(name, said) for name in workers):
-            yield f"placement.{said}: this run has no such worker{suggest_names(said, kinds)}"
+    for pattern in options.placement:
+        if kind_of(pattern) not in kinds and not any(
+            fnmatchcase(name, pattern) for name in workers
+        ):
+            yield f"placement.{pattern}: this run has no such worker{suggest_names(pattern, kinds)}"
 
 
 def elsewhere(options: ClusterOptions, name: str) -> bool:
     """Return whether a worker will run on a joined host: by ``placement``, or for generation if one
     is expected."""
-    if host := find_wished_host(name, options.placement):
+    if host := find_placed_host(name, options.placement):
         return host != LAUNCHER
     return kind_of(name) == "generation" and bool(options.hosts or options.min_hosts)
 

@@ -32,26 +32,26 @@ class CandidateHost:
     """Whether it shares the run folder."""
     workers: Mapping[str, int | None]
     """Workers on the host by name, each with the number of its GPU."""
-    beside: Mapping[str, int] = field(default_factory=dict)
+    neighbours: Mapping[str, int] = field(default_factory=dict)
     """Workers of other hosts of the same machine that use a GPU of this host, with its number
     here."""
-    offered: frozenset[int] = frozenset()
+    shared_gpus: frozenset[int] = frozenset()
     """GPUs that other hosts of the same machine see as well."""
-    resting: bool = False
+    paused: bool = False
     """Whether workers have failed on it recently, so that it gets none for a while."""
 
     @property
-    def holders(self) -> dict[str, int]:
+    def gpu_users(self) -> dict[str, int]:
         """Workers that use a GPU of this host, with its number."""
         return {name: gpu for name, gpu in self.workers.items() if gpu is not None} | dict(
-            self.beside
+            self.neighbours
         )
 
     @property
     def free_gpus(self) -> list[int]:
         """GPUs that no worker uses; those that no other host sees come first."""
-        taken = set(self.holders.values())
-        return sorted({*range(self.gpus)} - taken, key=lambda gpu: (gpu in self.offered, gpu))
+        used = set(self.gpu_users.values())
+        return sorted({*range(self.gpus)} - used, key=lambda gpu: (gpu in self.shared_gpus, gpu))
 
     def load(self) -> float:
         """Return the number of workers per core."""
@@ -63,7 +63,7 @@ def kind_of(name: str) -> str:
     return name.partition("/")[0]
 
 
-def find_wished_host(name: str, placement: Mapping[str, str]) -> str:
+def find_placed_host(name: str, placement: Mapping[str, str]) -> str:
     """Return the host that ``placement`` names for a worker; "" without one.
 
     The worker's name takes precedence over its kind, and this over the first pattern that matches.
@@ -75,36 +75,36 @@ def find_wished_host(name: str, placement: Mapping[str, str]) -> str:
 
 
 def choose_host(
-    name: str, places: Sequence[CandidateHost], wish: str = "", *, strict: bool = True
+    name: str, places: Sequence[CandidateHost], preferred_name: str = "", *, strict: bool = True
 ) -> CandidateHost:
     """Choose the host of a worker.
 
-    places: all hosts, the launcher's machine first. wish: name of a wanted host; unless ``strict``,
+    places: all hosts, the launcher's machine first. preferred_name: name of a preferred host; unless ``strict``,
     another one is chosen if it is missing.
 
     - Trainers of a run share a host: the launcher's, unless another one has more GPUs. It must
       share the run folder, into which they write checkpoints.
     - Other workers go to the host with the fewest workers per core, to the launcher's machine only
       if there is no other host. Those that use a GPU go to the host with the most free GPUs.
-    - A resting host is chosen only if all hosts but the launcher's are resting.
+    - A paused host is chosen only if all hosts but the launcher's are paused.
 
     Raises ClusterError with the requirement and the resources of each host.
     """
-    if wish:
-        wanted = next((place for place in places if place.name == wish), None)
-        if wanted is None and strict:
+    if preferred_name:
+        preferred = next((place for place in places if place.name == preferred_name), None)
+        if preferred is None and strict:
             names = ", ".join(place.name for place in places)
             raise ClusterError(
-                f"{name}: there is no host {wish!r} (scheduler.placement, scheduler.hosts), only "
+                f"{name}: there is no host {preferred_name!r} (scheduler.placement, scheduler.hosts), only "
                 f"{names}"
             )
-        if wanted is not None and (strict or not wanted.resting):
-            return _check_fits(name, wanted)
+        if preferred is not None and (strict or not preferred.paused):
+            return _check_fits(name, preferred)
     kind = kind_of(name)
     if kind in PACKED:
         return _check_fits(name, _choose_trainer_host(name, places))
     joined = [place for place in places if place.name != LAUNCHER]
-    hosts = [place for place in joined if not place.resting] or joined or list(places)
+    hosts = [place for place in joined if not place.paused] or joined or list(places)
     if kind in USES_GPU and any(place.gpus for place in places):
         free = [place for place in places if place.free_gpus]
         hosts = (
@@ -117,13 +117,15 @@ def choose_host(
 
 
 def _choose_trainer_host(name: str, places: Sequence[CandidateHost]) -> CandidateHost:
-    beside = [place for place in places if any(kind_of(other) in PACKED for other in place.workers)]
-    if beside:
-        return beside[0]
-    able = [place for place in places if place.shared and not place.resting]
-    if not able:
+    trainer_hosts = [
+        place for place in places if any(kind_of(other) in PACKED for other in place.workers)
+    ]
+    if trainer_hosts:
+        return trainer_hosts[0]
+    suitable = [place for place in places if place.shared and not place.paused]
+    if not suitable:
         raise ClusterError(f"{name}: no host has the run folder (fileroot)")
-    return max(able, key=lambda place: (place.gpus, place.name == LAUNCHER))
+    return max(suitable, key=lambda place: (place.gpus, place.name == LAUNCHER))
 
 
 def _check_fits(name: str, place: CandidateHost) -> CandidateHost:
@@ -147,15 +149,15 @@ def choose_gpu(name: str, place: CandidateHost) -> int | None:
         return None
     if place.free_gpus:
         return place.free_gpus[0]
-    taken = [*place.holders.values()]
+    used = [*place.gpu_users.values()]
     if kind_of(name) in PACKED:
-        holders = ", ".join(sorted(place.holders))
+        users = ", ".join(sorted(place.gpu_users))
         raise ClusterError(
-            f"{name}: needs a GPU of its own on {place.name}, which has {place.gpus}, all taken by "
-            f"{holders} "
+            f"{name}: needs a GPU of its own on {place.name}, which has {place.gpus}, all used by "
+            f"{users} "
             "(actor.workers, scheduler.placement)"
         )
-    return min(range(place.gpus), key=lambda gpu: (taken.count(gpu), gpu))
+    return min(range(place.gpus), key=lambda gpu: (used.count(gpu), gpu))
 
 
 def describe_shared_gpu(name: str, gpu: int | None, place: CandidateHost) -> str:
@@ -166,8 +168,8 @@ def describe_shared_gpu(name: str, gpu: int | None, place: CandidateHost) -> str
     """
     if gpu is None:
         return ""
-    holders = place.beside if place.name == LAUNCHER else place.holders
-    others = [other for other, number in holders.items() if number == gpu]
+    users = place.neighbours if place.name == LAUNCHER else place.gpu_users
+    others = [other for other, number in users.items() if number == gpu]
     if kind_of(name) not in PACKED:
         others = [other for other in others if kind_of(other) in PACKED]
     return (

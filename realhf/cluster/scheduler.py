@@ -25,10 +25,10 @@ from realhf.cluster.control_endpoint import (
 )
 from realhf.cluster.file_transfer import (
     TransferQueue,
-    files_for_host,
+    find_key_file,
+    find_needed_paths,
     find_weights_problem,
-    key_file_in,
-    needed_paths,
+    plan_transfer,
     read_plan,
 )
 from realhf.cluster.host_table import (
@@ -138,12 +138,12 @@ class ClusterScheduler:
     ) -> None:
         self._options = options
         self._starter = starter
-        self._say = say
+        self._print_line = say
         self.key_file = Path(options.key_file).expanduser().absolute() if options.key_file else None
         self._local = LocalScheduler(adopts_orphans=True)
         self._table = HostTable()
         self._delayed: dict[str, WorkerSpec] = {}
-        self._refused: dict[str, str] = {}
+        self._refusals: dict[str, str] = {}
         self._control: ControlEndpoint | None = None
         self._known: KnownHosts | None = None
         self._backlog: list[WorkerEvent] = []
@@ -176,22 +176,22 @@ class ClusterScheduler:
             for hello in [host.hello for host in self._table.hosts.values()]:
                 self._note_placement(hello.name, made_of=hello.made_of)
                 if hello.wants and not self._elastic:
-                    self._backlog.append(_unused_notice(hello))
+                    self._backlog.append(_build_unused_notice(hello))
         if kind_of(spec.name) != JOB:
             self._run_dir = spec.log.parent.parent
         if kind_of(spec.name) in (JOB, MASTER):
-            self._start_here(spec)
+            self._start_locally(spec)
             return
         self._probe_folders(control, spec)
         places = self._table.candidates()
-        wish = spec.host
+        placed_host = spec.host
         strict = bool(spec.host)
-        if not wish:
-            wish = self._wished_host(spec.name)
+        if not placed_host:
+            placed_host = self._placed_host(spec.name)
             strict = spec.name not in self._placed_once
         try:
-            place = placement.choose_host(spec.name, places, wish, strict=strict)
-            if place.resting:
+            place = placement.choose_host(spec.name, places, placed_host, strict=strict)
+            if place.paused:
                 self._delayed[spec.name] = spec
                 return
             self._placed_once.add(spec.name)
@@ -202,7 +202,7 @@ class ClusterScheduler:
             ) from None
         if kind_of(spec.name) == "generation":
             trainer = placement.choose_host(
-                "model_worker/0", places, self._wished_host("model_worker/0"), strict=False
+                "model_worker/0", places, self._placed_host("model_worker/0"), strict=False
             ).name
             problem = find_weights_problem(
                 spec.log.parent.parent, place.name, trainer, shared=place.shared
@@ -211,15 +211,15 @@ class ClusterScheduler:
                 raise ClusterError(f"{spec.name}: {problem}")
         if text := placement.describe_shared_gpu(spec.name, gpu, place):
             self._backlog.append(Notice(text))
-        dealt = gpu is not None and (place.name != LAUNCHER or spec.gpu is None)
-        if dealt and kind_of(spec.name) == "generation":
+        is_assigned = gpu is not None and (place.name != LAUNCHER or spec.gpu is None)
+        if is_assigned and kind_of(spec.name) == "generation":
             # The memory limit of generation depends on this, and the plan does not contain GPUs
             # assigned here.
             spec = replace(spec, argv=(*spec.argv, "--beside-trainer", "yes" if text else "no"))
         if place.name == LAUNCHER:
-            self._start_here(replace(spec, gpu=gpu))
+            self._start_locally(replace(spec, gpu=gpu))
         else:
-            self._start_there(spec, place.name, gpu)
+            self._start_on_host(spec, place.name, gpu)
 
     def _gpu_for(self, spec: WorkerSpec, place: CandidateHost) -> int | None:
         """Choose the GPU of a worker; return None if it sees all of them.
@@ -231,7 +231,7 @@ class ClusterScheduler:
             return spec.gpu if place.name == LAUNCHER else None
         if place.name != LAUNCHER:
             return placement.choose_gpu(spec.name, place)
-        shared = self._elastic and place.offered and place.free_gpus
+        shared = self._elastic and place.shared_gpus and place.free_gpus
         return placement.choose_gpu(spec.name, place) if spec.gpu is None and shared else spec.gpu
 
     def wait(self, timeout_s: float) -> list[WorkerEvent]:
@@ -242,7 +242,7 @@ class ClusterScheduler:
             self._start_delayed()
             if self._backlog or (left := deadline - process_clock.now()) <= 0:
                 break
-            self._wait_here(left)
+            self._wait_locally(left)
         events = self._backlog
         self._backlog = []
         return events
@@ -256,12 +256,14 @@ class ClusterScheduler:
             try:
                 self.start(spec)
             except OSError as error:
-                self._backlog.append(WorkerExit(name, 1, spec.log, _size(spec.log), str(error)))
+                self._backlog.append(
+                    WorkerExit(name, 1, spec.log, _file_size(spec.log), str(error))
+                )
             else:
                 if name not in self._delayed:
                     self._backlog.append(DeferredStart(name))
 
-    def _wait_here(self, timeout_s: float) -> None:
+    def _wait_locally(self, timeout_s: float) -> None:
         """Wait for events of local workers and of the endpoint; queue them for ``wait``."""
         for event in self._local.wait(timeout_s):
             if isinstance(event, WorkerExit):
@@ -308,12 +310,12 @@ class ClusterScheduler:
                 self._control = None
                 if self._starter is not None:
                     self._starter.stop_agents()
-            self._table = HostTable(self._table.troubles)
+            self._table = HostTable(self._table.backoffs)
             self._backlog = []
             self._delayed.clear()
 
-    def _wished_host(self, name: str) -> str:
-        return placement.find_wished_host(name, self._options.placement)
+    def _placed_host(self, name: str) -> str:
+        return placement.find_placed_host(name, self._options.placement)
 
     # ---- hosts
 
@@ -360,39 +362,41 @@ class ClusterScheduler:
         assert self._known is not None
         if self._starter is not None:
             with self._local.preserve_children():
-                self._starter.start_agents(control.endpoint, self._known.draw(self._starter.hosts))
+                self._starter.start_agents(
+                    control.endpoint, self._known.generate(self._starter.hosts)
+                )
         options = self._options
         restarted = self._previous_hosts is not None
-        wanted = self._previous_hosts if self._previous_hosts is not None else set(options.hosts)
+        expected = self._previous_hosts if self._previous_hosts is not None else set(options.hosts)
         limit_s = REJOIN_S if restarted else options.wait_s
         deadline = process_clock.now() + limit_s
         announced = restarted
         while True:
             self._process_events()
-            missing = wanted - set(self._table.hosts)
-            short = 0 if restarted else options.min_hosts - len(self._table.hosts)
-            if not missing and short <= 0:
+            missing = expected - set(self._table.hosts)
+            missing_count = 0 if restarted else options.min_hosts - len(self._table.hosts)
+            if not missing and missing_count <= 0:
                 return
             if not announced:
-                who = _describe_missing(missing, short)
-                self._say(
-                    f"waiting {limit_s:g} s for {who}; {self._join_instructions(control, missing)}"
+                hosts_text = _describe_missing(missing, missing_count)
+                self._print_line(
+                    f"waiting {limit_s:g} s for {hosts_text}; {self._join_instructions(control, missing)}"
                 )
                 announced = True
             problem = self._starter.problem() if self._starter is not None else ""
-            for name in sorted(missing & set(self._refused)):
-                problem = f"{name} is refused: {self._refused[name]}"
+            for name in sorted(missing & set(self._refusals)):
+                problem = f"{name} is refused: {self._refusals[name]}"
             if problem or process_clock.now() > deadline:
                 if restarted and not problem:
                     return
                 joined = ", ".join(sorted(self._table.hosts)) or "none"
                 raise ClusterError(
-                    f"{_describe_missing(missing, short)} did not join {control.endpoint}"
+                    f"{_describe_missing(missing, missing_count)} did not join {control.endpoint}"
                     + (f": {problem}" if problem else f" within {limit_s:g} s")
                     + f"; joined so far: {joined} (scheduler.hosts, scheduler.min_hosts, "
                     f"scheduler.wait_s)"
                 )
-            self._wait_here(min(0.5, max(0.01, deadline - process_clock.now())))
+            self._wait_locally(min(0.5, max(0.01, deadline - process_clock.now())))
 
     def _join_instructions(self, control: ControlEndpoint, missing: set[str]) -> str:
         """Return a line with the commands by which a person lets hosts join."""
@@ -401,7 +405,7 @@ class ClusterScheduler:
         file = self._known.file
         if self._starter is not None:
             return f"who is there: python -m realhf.cluster status {at} {file}"
-        keyless = sorted(host for host in missing if not self._known.has(host))
+        keyless = sorted(host for host in missing if not self._known.has_key(host))
         names = " ".join(keyless) if missing else "NAME"
         makes = (
             f"; a key for it: python -m realhf.cluster keys {file} --host {names}"
@@ -417,23 +421,23 @@ class ClusterScheduler:
         if not new:
             return
         run_dir = spec.log.parent.parent
-        paths = [*needed_paths(run_dir)][:256]
-        looks = {path: fingerprint(Path(path)) for path in paths}
-        asked: dict[str, tuple[int, FolderProbe]] = {}
+        paths = [*find_needed_paths(run_dir)][:256]
+        fingerprints = {path: fingerprint(Path(path)) for path in paths}
+        probes: dict[str, tuple[int, FolderProbe]] = {}
         try:
             for name in new:
                 self._probes += 1
-                asked[name] = self._probes, FolderProbe(run_dir, looks)
-                control.send(name, "probe", asked[name][1].build_probe(self._probes))
+                probes[name] = self._probes, FolderProbe(run_dir, fingerprints)
+                control.send(name, "probe", probes[name][1].build_probe(self._probes))
             deadline = process_clock.now() + PROBE_S
             while process_clock.now() < deadline and any(
                 (name, number) not in self._answers
-                for name, (number, _) in asked.items()
+                for name, (number, _) in probes.items()
                 if name in self._table.hosts
             ):
                 self._process_events()
-                self._wait_here(0.05)
-            for name, (number, probe) in asked.items():
+                self._wait_locally(0.05)
+            for name, (number, probe) in probes.items():
                 if (answer := self._answers.pop((name, number), None)) is not None:
                     probe.apply_answer(new[name], answer)
                 elif name in self._table.hosts:
@@ -449,45 +453,45 @@ class ClusterScheduler:
                     self._backlog.append(Notice(text))
             self._answers.clear()
         finally:
-            for _, probe in asked.values():
+            for _, probe in probes.values():
                 probe.close()
 
     # ---- starting
 
-    def _start_here(self, spec: WorkerSpec) -> None:
+    def _start_locally(self, spec: WorkerSpec) -> None:
         self._local.start(spec)
         self._table.workers[spec.name] = RunningWorker(
             spec, LAUNCHER, process_clock.now(), spec.gpu
         )
         self._note_placement(LAUNCHER, spec.name)
 
-    def _start_there(self, spec: WorkerSpec, name: str, gpu: int | None) -> None:
+    def _start_on_host(self, spec: WorkerSpec, name: str, gpu: int | None) -> None:
         host = self._table.hosts[name]
         shared = bool(host.shared)
-        brought = files_for_host(
+        transfer = plan_transfer(
             spec.log.parent.parent,
             host.hello.folder,
-            key_file_in(spec.argv),
+            find_key_file(spec.argv),
             shared=shared,
-            there=[*host.there],
+            same_paths=[*host.same_paths],
             limit_mb=self._options.carry_mb,
             host=name,
         )
-        brought.files = {
+        transfer.files = {
             here: there
-            for here, there in brought.files.items()
-            if there not in host.transfers.brought
+            for here, there in transfer.files.items()
+            if there not in host.transfers.sent_paths
         }
-        brought.texts = {
+        transfer.texts = {
             there: text
-            for there, text in brought.texts.items()
-            if there not in host.transfers.brought
+            for there, text in transfer.texts.items()
+            if there not in host.transfers.sent_paths
         }
-        host.transfers.brought |= {*brought.files.values(), *brought.texts}
-        argv = [brought.map_path(text) for text in spec.argv]
-        log = str(spec.log) if shared else brought.map_path(str(spec.log))
-        asked = StartWorker(spec.name, spec.module, argv, log, spec.events, spec.niceness, gpu)
-        host.transfers.add(brought.pieces(), asked)
+        host.transfers.sent_paths |= {*transfer.files.values(), *transfer.texts}
+        argv = [transfer.map_path(text) for text in spec.argv]
+        log = str(spec.log) if shared else transfer.map_path(str(spec.log))
+        request = StartWorker(spec.name, spec.module, argv, log, spec.events, spec.niceness, gpu)
+        host.transfers.add(transfer.pieces(), request)
         self._table.workers[spec.name] = RunningWorker(spec, name, process_clock.now(), gpu)
         self._advance_transfers(name, host)
         self._note_placement(name, spec.name)
@@ -523,14 +527,16 @@ class ClusterScheduler:
         for worker, why in host.transfers.advance():
             if (running := self._table.workers.pop(worker, None)) is not None:
                 log = running.spec.log
-                self._note_failure(running, why, sure=True)
-                self._backlog.append(WorkerExit(worker, 1, log, _size(log), f"host {name} {why}"))
+                self._note_failure(running, why, is_host_fault=True)
+                self._backlog.append(
+                    WorkerExit(worker, 1, log, _file_size(log), f"host {name} {why}")
+                )
 
     def _process_event(self, event: EndpointEvent) -> None:
         if isinstance(event, HostJoined):
             self._on_host_joined(event)
         elif isinstance(event, HostRefused):
-            self._refused[event.name] = event.reason
+            self._refusals[event.name] = event.reason
             self._backlog.append(Notice(f"host {event.name} is refused: {event.reason}"))
         elif isinstance(event, HostLost):
             self._on_host_gone(event.name, f"its host {event.name} was lost: {event.reason}")
@@ -557,7 +563,7 @@ class ClusterScheduler:
             lambda kind, message: control.send(hello.name, kind, message, session=event.session)
         )
         self._table.hosts[hello.name] = Host(hello, transfers)
-        self._refused.pop(hello.name, None)
+        self._refusals.pop(hello.name, None)
         if self._running:
             self._note_placement(hello.name, made_of=hello.made_of)
         self._ended_hosts.add(hello.name)  # without workers: ``stop`` need not wait for it
@@ -566,7 +572,7 @@ class ClusterScheduler:
             self._backlog.append(Notice(f"host {hello.name} has {different}"))
         late = self._running and bool(self._table.workers)
         if late and not self._elastic:
-            self._backlog.append(_unused_notice(hello))
+            self._backlog.append(_build_unused_notice(hello))
             return
         wants = hello.wants or (self._options.joining if late else {})
         if late:
@@ -581,27 +587,27 @@ class ClusterScheduler:
         assert self._known is not None
         if (host := self._table.hosts.get(name)) is not None and host.leaving:
             self._known.revoke(name)
-        left = self._table.remove_host(name)
+        lost_workers = self._table.remove_host(name)
         self._note_placement(name, lost=cause.partition(": ")[2])
         self._backlog.append(
-            Notice(f"{cause.removeprefix('its ')}; {len(left)} workers were there")
+            Notice(f"{cause.removeprefix('its ')}; {len(lost_workers)} workers were there")
         )
-        for worker, running in left.items():
+        for worker, running in lost_workers.items():
             self._backlog.append(
-                WorkerExit(worker, LOST, running.spec.log, _size(running.spec.log), cause)
+                WorkerExit(worker, LOST, running.spec.log, _file_size(running.spec.log), cause)
             )
 
-    def _note_failure(self, worker: RunningWorker, why: str, *, sure: bool) -> None:
-        if text := self._table.note_failure(worker, why, sure=sure):
+    def _note_failure(self, worker: RunningWorker, reason: str, *, is_host_fault: bool) -> None:
+        if text := self._table.note_failure(worker, reason, is_host_fault=is_host_fault):
             self._backlog.append(Notice(text))
 
     def _on_invalid_message(self, event: InvalidMessage) -> None:
         """Add a notice of invalid messages, once for each host."""
         host = self._table.hosts.get(event.name)
-        if host is not None and not host.strange:
-            host.strange = True
+        if host is not None and not host.sends_invalid:
+            host.sends_invalid = True
             self._backlog.append(
-                Notice(f"host {event.name}: its agent says what no agent says: {event.reason}")
+                Notice(f"host {event.name}: its agent sent an invalid message: {event.reason}")
             )
 
     def _on_host_message(self, event: HostMessage) -> None:
@@ -624,10 +630,12 @@ class ClusterScheduler:
                 self._backlog += [WorkerLine(message.name, line) for line in message.lines]
                 return
             del self._table.workers[message.name]
-            ended = _worker_exit(message, running, host)
+            ended = _build_exit(message, running, host)
             if ended.exit_code != 0 and not host.leaving:
                 self._note_failure(
-                    running, _failure_reason(ended, message), sure=isinstance(message, NotStarted)
+                    running,
+                    _failure_reason(ended, message),
+                    is_host_fault=isinstance(message, NotStarted),
                 )
             self._backlog.append(ended)
             if (
@@ -639,7 +647,7 @@ class ClusterScheduler:
                 self._table.remove_host(event.name)
 
 
-def _worker_exit(message: Exited | NotStarted, running: RunningWorker, host: Host) -> WorkerExit:
+def _build_exit(message: Exited | NotStarted, running: RunningWorker, host: Host) -> WorkerExit:
     """Return the exit of a worker.
 
     The end of a log on a host without the run folder is appended to the log file here, with its
@@ -651,14 +659,14 @@ def _worker_exit(message: Exited | NotStarted, running: RunningWorker, host: Hos
             message.name,
             1,
             log,
-            _size(log),
+            _file_size(log),
             f"host {host.hello.name} cannot start it: {message.reason}",
         )
     cause = f"removed with its host {host.hello.name}" if host.leaving else message.cause
-    words = find_fatal_line(message.tail)
+    last_words = find_fatal_line(message.tail)
     if host.shared:
-        return WorkerExit(message.name, message.exit_code, log, message.log_from, cause, words)
-    start = _size(log)
+        return WorkerExit(message.name, message.exit_code, log, message.log_from, cause, last_words)
+    start = _file_size(log)
     end = b"" if message.tail.endswith(b"\n") else b"\n"
     with contextlib.suppress(OSError):  # a full disk must not end the run
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -666,7 +674,7 @@ def _worker_exit(message: Exited | NotStarted, running: RunningWorker, host: Hos
             file.write(
                 f"[end of {message.log} on host {host.hello.name}]\n".encode() + message.tail + end
             )
-    return WorkerExit(message.name, message.exit_code, log, start, cause, words)
+    return WorkerExit(message.name, message.exit_code, log, start, cause, last_words)
 
 
 def _failure_reason(ended: WorkerExit, message: Exited | NotStarted) -> str:
@@ -681,7 +689,7 @@ def _failure_reason(ended: WorkerExit, message: Exited | NotStarted) -> str:
     return f"has ended there at once: {cause or ended.reason}"
 
 
-def _unused_notice(hello: HostHello) -> Notice:
+def _build_unused_notice(hello: HostHello) -> Notice:
     return Notice(
         f"host {hello.name}: a synchronous run takes no more workers while it goes on; this host "
         f"gets some when a run "
@@ -689,17 +697,17 @@ def _unused_notice(hello: HostHello) -> Notice:
     )
 
 
-def _size(log: Path) -> int:
+def _file_size(log: Path) -> int:
     try:
         return log.stat().st_size
     except OSError:
         return 0
 
 
-def _describe_missing(missing: set[str], short: int) -> str:
+def _describe_missing(missing: set[str], count: int) -> str:
     """Describe the hosts that are waited for."""
     names = f"host{'s' if len(missing) > 1 else ''} {', '.join(sorted(missing))}" if missing else ""
-    further = short - len(missing)
+    further = count - len(missing)
     more = (
         f"{further} {'more ' if missing else ''}host{'s' if further > 1 else ''}"
         if further > 0

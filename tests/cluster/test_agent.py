@@ -103,7 +103,7 @@ def test_a_folder_with_files_of_others_is_refused_and_they_stay(tmp_path: Path):
     key = KeyRing(tmp_path / "key").of("a")
     agent = HostAgent("tcp://127.0.0.1:1", key, "a", tmp_path, patience_s=0.1, prepare=False)
     with pytest.raises(
-        ClusterError, match=rf"--folder {tmp_path}: it holds files that are no host agent's"
+        ClusterError, match=rf"--folder {tmp_path}: it contains files of something else"
     ):
         agent.run()
     assert (tmp_path / "keys" / "id_rsa").read_text() == "mine"

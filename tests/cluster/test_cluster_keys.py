@@ -128,14 +128,14 @@ def test_hosts_of_an_engine_have_keys_in_memory_and_one_that_was_removed_gets_no
     tmp_path: Path,
 ):
     known = KnownHosts(None)
-    drawn = known.draw(["player-0", "player-1"])
+    drawn = known.generate(["player-0", "player-1"])
     assert {*drawn.hosts} == {"player-0", "player-1"}
     assert known.name_of(drawn.hosts["player-0"].public) == "player-0"
     known.revoke("player-0")
-    assert not known.knows(drawn.hosts["player-0"].public)
-    again = known.draw(["player-0", "player-1"])
+    assert not known.accepts(drawn.hosts["player-0"].public)
+    again = known.generate(["player-0", "player-1"])
     assert [*again.hosts] == ["player-1"], "not when the run begins again either"
-    assert not known.knows(drawn.hosts["player-1"].public), (
+    assert not known.accepts(drawn.hosts["player-1"].public), (
         "and what the other had before is not taken any more"
     )
     assert not [*tmp_path.iterdir()]
@@ -146,15 +146,15 @@ def test_a_host_that_is_about_to_leave_gets_no_other_key_when_its_engine_starts_
 ):
     """A run may begin again before a host that was removed has said how its workers ended."""
     known = KnownHosts(KeyRing(tmp_path / "cluster.key").file)
-    assert set(known.draw(["node-0", "node-1"]).hosts) == {"node-0", "node-1"}
+    assert set(known.generate(["node-0", "node-1"]).hosts) == {"node-0", "node-1"}
     known.begin_removal("node-1")
-    assert set(known.draw(["node-0", "node-1"]).hosts) == {"node-0"}
+    assert set(known.generate(["node-0", "node-1"]).hosts) == {"node-0"}
 
 
 def test_a_key_that_is_taken_away_while_the_file_is_read_anew_stays_away():
     """The endpoint reads it on threads of its own."""
     known = KnownHosts(None)
-    key = known.draw(["a"]).hosts["a"].public
+    key = known.generate(["a"]).hosts["a"].public
     taking = threading.Thread(target=known.revoke, args=("a",))
 
     class Meanwhile(set[str]):
@@ -168,7 +168,7 @@ def test_a_key_that_is_taken_away_while_the_file_is_read_anew_stays_away():
             return found
 
     known._revoked = Meanwhile()
-    known.draw(["b"])
+    known.generate(["b"])
     taking.join(20)
     assert not known.name_of(key)
 

@@ -15,10 +15,10 @@ import pytest
 from realhf.cluster.file_transfer import (
     KeyFiles,
     TransferQueue,
-    files_for_host,
+    find_needed_paths,
     find_weights_problem,
-    keep,
-    needed_paths,
+    plan_transfer,
+    store_piece,
 )
 from realhf.cluster.messages import PIECE_BYTES, FilePiece, FileReceipt, Message, StartWorker
 from realhf.cluster.own_host import fingerprint
@@ -58,8 +58,8 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_a_host_that_shares_the_folder_gets_the_keys_only(run_dir: Path):
-    found = files_for_host(
-        run_dir, "/h", run_dir / ".keys-1", shared=True, there=[], limit_mb=0, host="b"
+    found = plan_transfer(
+        run_dir, "/h", run_dir / ".keys-1", shared=True, same_paths=[], limit_mb=0, host="b"
     )
     assert [(piece.path, piece.data) for piece in found.pieces()] == [("/h/keys/keys-1", b"secret")]
     assert found.map_path(str(run_dir / ".keys-1")) == "/h/keys/keys-1"
@@ -67,8 +67,8 @@ def test_a_host_that_shares_the_folder_gets_the_keys_only(run_dir: Path):
 
 
 def test_one_that_does_not_gets_what_the_plan_names_under_new_paths(run_dir: Path, tmp_path: Path):
-    found = files_for_host(
-        run_dir, "/h", run_dir / ".keys-1", shared=False, there=[], limit_mb=9, host="b"
+    found = plan_transfer(
+        run_dir, "/h", run_dir / ".keys-1", shared=False, same_paths=[], limit_mb=9, host="b"
     )
     files: dict[str, bytes] = {}
     for piece in found.pieces():
@@ -96,15 +96,15 @@ def test_one_that_does_not_gets_what_the_plan_names_under_new_paths(run_dir: Pat
 def test_what_looks_the_same_there_stays_and_what_is_too_large_is_refused(
     run_dir: Path, tmp_path: Path
 ):
-    paths = [*needed_paths(run_dir)]
+    paths = [*find_needed_paths(run_dir)]
     assert paths == [str(tmp_path / "model"), str(tmp_path / "mine.py")]
     assert all(fingerprint(Path(path)) for path in paths) and fingerprint(Path("/nowhere")) == ""
-    found = files_for_host(run_dir, "/h", None, shared=False, there=paths, limit_mb=0, host="b")
+    found = plan_transfer(run_dir, "/h", None, shared=False, same_paths=paths, limit_mb=0, host="b")
     assert not found.files and found.map_path(paths[0]) == paths[0]
     with pytest.raises(
         ClusterError, match=r"actor\.path=.*host b neither shares .* 4 MB .* scheduler\.carry_mb=1"
     ):
-        files_for_host(run_dir, "/h", None, shared=False, there=[], limit_mb=1, host="b")
+        plan_transfer(run_dir, "/h", None, shared=False, same_paths=[], limit_mb=1, host="b")
 
 
 def test_weights_that_would_not_arrive_are_refused_by_option_and_host(run_dir: Path):
@@ -125,14 +125,16 @@ def test_a_prompt_that_begins_with_a_slash_is_no_path(run_dir: Path):
     plan = json.loads((run_dir / "plan.json").read_text())
     plan["spec"]["rollout"]["options"]["system"] = "/no_think " + "You are a careful agent. " * 40
     (run_dir / "plan.json").write_text(json.dumps(plan))
-    assert len(needed_paths(run_dir)) == 2
+    assert len(find_needed_paths(run_dir)) == 2
 
 
 def test_a_model_that_has_changed_is_not_mixed_with_what_was_brought_before(
     run_dir: Path, tmp_path: Path
 ):
     def target() -> str:
-        found = files_for_host(run_dir, "/h", None, shared=False, there=[], limit_mb=9, host="b")
+        found = plan_transfer(
+            run_dir, "/h", None, shared=False, same_paths=[], limit_mb=9, host="b"
+        )
         return found.paths[str(tmp_path / "model")]
 
     before = target()
@@ -173,8 +175,8 @@ def test_parts_make_a_file_that_appears_with_the_last_one_and_replaces_the_one_b
 ):
     target = tmp_path / "runs" / "plan.json"
     for text in (b"first life", b"2"):
-        assert keep(FilePiece(str(target), 0, text, False), tmp_path).size == len(text)
-        assert keep(FilePiece(str(target), len(text), b"!", True), tmp_path) == FileReceipt(
+        assert store_piece(FilePiece(str(target), 0, text, False), tmp_path).size == len(text)
+        assert store_piece(FilePiece(str(target), len(text), b"!", True), tmp_path) == FileReceipt(
             str(target), len(text) + 1, ""
         )
         assert target.read_bytes() == text + b"!"
@@ -187,7 +189,7 @@ def test_parts_make_a_file_that_appears_with_the_last_one_and_replaces_the_one_b
 def test_nothing_is_written_elsewhere(tmp_path: Path, path: str):
     folder = tmp_path / "folder"
     folder.mkdir()
-    assert keep(FilePiece(path.format(folder), 0, b"x", True), folder).problem
+    assert store_piece(FilePiece(path.format(folder), 0, b"x", True), folder).problem
     assert [*tmp_path.rglob("*")] == [folder]
 
 
@@ -197,16 +199,16 @@ def test_a_link_is_not_written_through(tmp_path: Path):
     folder.mkdir()
     outside.write_text("mine")
     (folder / ".f.part").symlink_to(outside)
-    assert keep(FilePiece(str(folder / "f"), 4, b"x", True), folder).problem
-    assert keep(FilePiece(str(folder / "f"), 0, b"x", True), folder).problem == ""
+    assert store_piece(FilePiece(str(folder / "f"), 4, b"x", True), folder).problem
+    assert store_piece(FilePiece(str(folder / "f"), 0, b"x", True), folder).problem == ""
     assert outside.read_text() == "mine" and not (folder / "f").is_symlink()
 
 
 def test_a_file_that_misses_a_part_never_gets_its_name(tmp_path: Path):
     target = tmp_path / "weights"
-    keep(FilePiece(str(target), 0, b"a" * 10, False), tmp_path)
+    store_piece(FilePiece(str(target), 0, b"a" * 10, False), tmp_path)
     assert (
-        keep(FilePiece(str(target), 20, b"c" * 10, True), tmp_path).problem
+        store_piece(FilePiece(str(target), 20, b"c" * 10, True), tmp_path).problem
         == "a part before byte 20 is missing"
     )
     assert not [*tmp_path.iterdir()]
@@ -216,16 +218,16 @@ def test_a_full_disk_is_told_and_what_was_written_is_removed(tmp_path: Path):
     """The limit of a file's size fails a write in its middle, as a disk without room does."""
     target = tmp_path / "weights"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    keep(FilePiece(str(target), 0, b"a" * 1000, False), tmp_path)
+    store_piece(FilePiece(str(target), 0, b"a" * 1000, False), tmp_path)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, before[1]))
     try:
-        found = keep(FilePiece(str(target), 1000, b"b" * 1000, False), tmp_path)
+        found = store_piece(FilePiece(str(target), 1000, b"b" * 1000, False), tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (found.size, found.problem) == (0, "File too large")
     assert not [*tmp_path.iterdir()]
     assert (
-        keep(FilePiece(str(target), 2000, b"c", True), tmp_path).problem
+        store_piece(FilePiece(str(target), 2000, b"c", True), tmp_path).problem
         == "a part before byte 2000 is missing"
     )
     assert not target.exists()
@@ -236,7 +238,7 @@ def test_keys_are_kept_in_memory_and_gone_with_their_process(tmp_path: Path):
     """An agent that is killed used to leave the keys of the run on its host."""
     keys = RunKeys.make()
     piece = tmp_path / "keys" / "7"
-    with_keys = "held.keep(FilePiece(sys.argv[2], 0, sys.stdin.buffer.read(), True)).problem"
+    with_keys = "held.store(FilePiece(sys.argv[2], 0, sys.stdin.buffer.read(), True)).problem"
     code = (
         "import sys; from pathlib import Path; from realhf.cluster.file_transfer import *; "
         "from realhf.cluster.messages import FilePiece; "
@@ -258,7 +260,7 @@ def test_keys_are_kept_in_memory_and_gone_with_their_process(tmp_path: Path):
             agent.kill()
     with pytest.raises(NetworkError):
         RunKeys.read(piece)
-    KeyFiles(tmp_path).forget()
+    KeyFiles(tmp_path).remove_all()
     assert not [*(tmp_path / "keys").iterdir()], (
         "what a killed agent has left leads nowhere, and goes"
     )
@@ -266,13 +268,13 @@ def test_keys_are_kept_in_memory_and_gone_with_their_process(tmp_path: Path):
 
 def test_what_is_no_file_of_keys_is_refused(tmp_path: Path):
     held = KeyFiles(tmp_path)
-    assert held.takes(FilePiece(str(tmp_path / "keys" / "k"), 0, b"", True))
-    assert not held.takes(FilePiece(str(tmp_path / "keys" / "a" / "k"), 0, b"", True))
+    assert held.is_key_file(FilePiece(str(tmp_path / "keys" / "k"), 0, b"", True))
+    assert not held.is_key_file(FilePiece(str(tmp_path / "keys" / "a" / "k"), 0, b"", True))
     assert (
-        held.keep(FilePiece(str(tmp_path / "keys" / "k"), 0, b"half", False)).problem
+        held.store(FilePiece(str(tmp_path / "keys" / "k"), 0, b"half", False)).problem
         == "no file of keys"
     )
-    assert held.keep(FilePiece(str(tmp_path / "keys" / ".."), 0, b"", True)).problem
+    assert held.store(FilePiece(str(tmp_path / "keys" / ".."), 0, b"", True)).problem
     assert not [path for path in tmp_path.rglob("*") if path.is_symlink()]
 
 
@@ -281,7 +283,7 @@ def test_what_is_carried_goes_on_where_it_was_cut_off(tmp_path: Path):
     never arrived. A part was cut in its middle, too."""
     target = tmp_path / "carried" / "0123" / "weights"
     content = bytes(range(256)) * 40
-    keep(FilePiece(str(target), 0, content[:5000], False), tmp_path)
+    store_piece(FilePiece(str(target), 0, content[:5000], False), tmp_path)
     sent: list[int] = []
 
     def brought(length: int) -> int:
@@ -299,7 +301,7 @@ def test_what_is_carried_goes_on_where_it_was_cut_off(tmp_path: Path):
 
         def answer(message: Message) -> None:
             if isinstance(message, FilePiece):
-                waiting.append(keep(message, tmp_path))
+                waiting.append(store_piece(message, tmp_path))
 
         sent.clear()
         transfers.add(parts, StartWorker("rollout_worker/0", "m", [], "/l", False, 0, None))

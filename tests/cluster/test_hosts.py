@@ -25,7 +25,7 @@ from realhf.cluster.placement import (
     choose_gpu,
     choose_host,
     describe_capacity,
-    find_wished_host,
+    find_placed_host,
 )
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.launch.build import build_experiment
@@ -71,7 +71,7 @@ def test_trainers_of_one_run_share_a_host_and_each_has_a_gpu():
     full = place("b", "model_worker/0", "generation/0", gpus=2)
     with pytest.raises(
         ClusterError,
-        match="GPU of its own on b, which has 2, all taken by generation/0, model_worker",
+        match="GPU of its own on b, which has 2, all used by generation/0, model_worker",
     ):
         choose_gpu("model_worker/1", full)
 
@@ -91,7 +91,7 @@ def test_engines_take_free_gpus_first_and_then_share():
 def test_a_placement_names_workers_by_name_kind_or_pattern():
     placement = {"generation/1": "c", "generation": "b", "roll*": "d"}
     names = ("generation/1", "generation/2", "rollout_worker/0", "env/0")
-    assert [find_wished_host(name, placement) for name in names] == ["c", "b", "d", ""]
+    assert [find_placed_host(name, placement) for name in names] == ["c", "b", "d", ""]
 
 
 def test_a_host_that_is_not_there_is_named_or_at_a_restart_replaced():
@@ -403,12 +403,12 @@ def test_quick_ends_count_for_a_host_and_long_lives_clear_it(
         run.table.workers["rollout_worker/0"].since = now
         now += lived_s
         run.says("a", Exited("rollout_worker/0", 1, "l", 0, b""))
-        rests.append(run.table.rest_s("a"))
+        rests.append(run.table.backoff_s("a"))
         now += rests[-1]
     assert rests == pytest.approx([0, 15, 30, 60, 0, 0])
-    run.table.troubles["a"].until = now + 5
+    run.table.backoffs["a"].until = now + 5
     run.scheduler.stop(0.1)
-    assert run.scheduler._table.rest_s("a") == 5  # pyright: ignore[reportPrivateUsage]
+    assert run.scheduler._table.backoff_s("a") == 5  # pyright: ignore[reportPrivateUsage]
 
 
 def test_where_all_hosts_rest_a_worker_waits_for_the_first_that_has_rested(
@@ -427,6 +427,6 @@ def test_where_all_hosts_rest_a_worker_waits_for_the_first_that_has_rested(
         run.scheduler.start(spec)
     run.scheduler.wait(0.0)
     assert "rollout_worker/0" not in run.table.workers
-    run.table.troubles["a"].until = 0.0
+    run.table.backoffs["a"].until = 0.0
     run.scheduler.wait(0.0)
     assert run.table.workers["rollout_worker/0"].host == "a"

@@ -181,7 +181,7 @@ def test_a_host_that_never_says_what_it_shares_is_waited_for_once(
     bench.agent().join()
     bench.begin()
     waits: list[bool] = []
-    monkeypatch.setattr(bench.scheduler, "_start_there", lambda *given: waits.append(True))
+    monkeypatch.setattr(bench.scheduler, "_start_on_host", lambda *given: waits.append(True))
     bench.start("rollout_worker/0")
     bench.until(
         Notice, "host a did not say within 0.3 s what it shares; it is taken to share nothing"
@@ -218,7 +218,7 @@ def test_nonsense_is_told_with_the_name_of_the_host_and_once(bench: Bench):
     for payload in ({"name": "../x"}, ["no map"], {"name": "a/b", "exit_code": 10**9}):
         agent.babble("exited", payload)
     agent.babble("dance", {})
-    bench.until(Notice, "host a: its agent says what no agent says: ")
+    bench.until(Notice, "host a: its agent sent an invalid message: ")
     agent.say("leave")
     bench.until(Notice, "its agent was stopped")
     assert "no agent says" not in str(bench.events)
@@ -312,7 +312,7 @@ def test_too_few_devices_are_told_with_what_each_host_has(benches: Callable[...,
         bench.start("model_worker/1")
     said = str(found.value)
     assert said.startswith(
-        "model_worker/1: needs a GPU of its own on a, which has 1, all taken by model_worker/0 ("
+        "model_worker/1: needs a GPU of its own on a, which has 1, all used by model_worker/0 ("
     )
     assert said.endswith("; a: 2 cores, 0 of 1 GPUs free, 1 workers")
 
@@ -487,7 +487,7 @@ def test_a_worker_is_not_started_in_the_next_life_of_a_host(
     bench.scheduler._table.hosts["a"].shared = True
     second = bench.agent().join()
     bench.start("rollout_worker/0")
-    assert "its host a was lost: its agent was started anew" in str(
+    assert "its host a was lost: its agent was restarted" in str(
         bench.until(WorkerExit, "rollout_worker/0")
     )
     bench.scheduler.wait(0.2)

@@ -23,7 +23,7 @@ from realhf.cluster.placement import ClusterError
 
 STOP_S = 20.0
 """Seconds within which a helper must end its agents."""
-END_S = 5.0
+HELPER_EXIT_S = 5.0
 """Seconds within which a helper without agents must end."""
 POLL_S = 2.0
 """Interval in seconds at which a helper checks its agents."""
@@ -95,7 +95,7 @@ class EngineProcess:
         with contextlib.suppress(OSError):
             process.stdin.close()
         try:
-            process.wait(STOP_S if self._starting else END_S)
+            process.wait(STOP_S if self._starting else HELPER_EXIT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -182,7 +182,7 @@ def serve(engine: Engine) -> None:
     reported_problem = ""
     buffer = b""
     running = False
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, _on_sigterm)
     out = os.dup(1)
     os.dup2(2, 1)
 
@@ -204,22 +204,22 @@ def serve(engine: Engine) -> None:
                 return
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
-                asked = _parse_message(line)
-                if "start" in asked:
+                request = _parse_message(line)
+                if "start" in request:
                     try:
-                        engine.start(asked["start"])
+                        engine.start(request["start"])
                         running = True
                         reported_problem = ""
                         say({"started": True})
                     except (ClusterError, OSError, ValueError, RuntimeError) as error:
                         say({"problem": str(error)[:4000]})
-                elif "stop" in asked:
+                elif "stop" in request:
                     engine.stop()
                     running = False
                     say({"stopped": True})
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
     del frame
     raise SystemExit(128 + number)
 

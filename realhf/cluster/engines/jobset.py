@@ -44,7 +44,7 @@ OWN_KEY = f"install -m 600 {SECRET}/{{}} {KEY}"
 be chosen."""
 
 
-def manifest(
+def build_manifest(
     name: str,
     image: str,
     claim: str,
@@ -75,13 +75,13 @@ def manifest(
         *(f"scheduler.key_file={KEY}", f"scheduler.port={PORT}", f"scheduler.min_hosts={hosts}"),
     ]
     # The shell expands the address and the index of the pod; everything else is quoted.
-    found = ' network.bind="$POD_IP" scheduler.address="$POD_IP"'
+    addresses = ' network.bind="$POD_IP" scheduler.address="$POD_IP"'
     launcher = f"tcp://{name}-launcher-0-0.{name}:{PORT}"
     join = ["python", "-m", "realhf.worker", "--join", launcher, "--key-file", KEY, "--host-agent"]
-    indexed = ' --name "host-$JOB_COMPLETION_INDEX"'
+    name_option = ' --name "host-$JOB_COMPLETION_INDEX"'
     pod = {"image": image, "claim": claim, "secret": name, "cpus": cpus, "memory": memory}
-    launcher = _job("launcher", 1, f"{shlex.join(launch)}{found}", pod, gpus=0, retries=0)
-    host = _job("host", hosts, f"{shlex.join(join)}{indexed}", pod, gpus=gpus, retries=6)
+    launcher = _build_job("launcher", 1, f"{shlex.join(launch)}{addresses}", pod, gpus=0, retries=0)
+    host = _build_job("host", hosts, f"{shlex.join(join)}{name_option}", pod, gpus=gpus, retries=6)
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -95,7 +95,7 @@ def manifest(
     }
 
 
-def _job(
+def _build_job(
     role: str, pods: int, command: str, pod: Mapping[str, str], *, gpus: int, retries: int
 ) -> dict[str, Any]:
     resources = {"cpu": pod["cpus"], "memory": pod["memory"]} | (
@@ -147,14 +147,14 @@ def _job(
     return {"name": role, "replicas": 1, "template": {"spec": job}}
 
 
-def _problem(arguments: Sequence[str]) -> str:
+def _find_problem(arguments: Sequence[str]) -> str:
     """Return the errors of a launch with these arguments; "" if it is valid."""
-    given = [text for text in arguments if not text.startswith("fileroot=")]
+    checked = [text for text in arguments if not text.startswith("fileroot=")]
     command = [
         sys.executable,
         "-m",
         "realhf.launch",
-        *given,
+        *checked,
         "scheduler=join",
         "network.bind=10.0.0.1",
         "mode=check",
@@ -186,23 +186,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--no-check", action="store_true", help="the arguments name files that only the image has"
     )
     parser.epilog = "Behind -- stand the arguments of realhf.launch."
-    words = list(sys.argv[1:] if argv is None else argv)
-    end = words.index("--") if "--" in words else len(words)
-    given = parser.parse_args(words[:end])
-    if not NAME.fullmatch(given.name):
-        parser.error(f"{given.name!r}: at most 40 small letters, digits and '-'")
-    if not 1 <= given.hosts <= 4096 or given.gpus < 0:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options = parser.parse_args(arguments[:end])
+    if not NAME.fullmatch(options.name):
+        parser.error(f"{options.name!r}: at most 40 small letters, digits and '-'")
+    if not 1 <= options.hosts <= 4096 or options.gpus < 0:
         parser.error("--hosts must be between 1 and 4096, --gpus at least 0")
-    if not given.no_check and (problem := _problem(words[end + 1 :])):
+    if not options.no_check and (problem := _find_problem(arguments[end + 1 :])):
         print(problem, file=sys.stderr)
         return 2
     import yaml
 
-    resources = {"cpus": given.cpus, "memory": given.memory, "gpus": given.gpus}
-    found = manifest(
-        given.name, given.image, given.claim, given.hosts, words[end + 1 :], **resources
+    resources = {"cpus": options.cpus, "memory": options.memory, "gpus": options.gpus}
+    jobset = build_manifest(
+        options.name, options.image, options.claim, options.hosts, arguments[end + 1 :], **resources
     )
-    print(yaml.safe_dump(found, sort_keys=False), end="")
+    print(yaml.safe_dump(jobset, sort_keys=False), end="")
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from realhf.api.option import option
 from realhf.cluster.cluster_keys import HostKeys
 from realhf.cluster.engines.engine_process import HelperStarter
-from realhf.cluster.engines.ray_driver import ADDRESS, NO_RAY, reach
+from realhf.cluster.engines.ray_driver import ADDRESS, NO_RAY, check_reachable
 from realhf.cluster.options import EngineOptions, elsewhere, placement_problems
 from realhf.cluster.placement import ClusterError
 from realhf.cluster.scheduler import ClusterScheduler
@@ -49,7 +49,7 @@ class RayOptions(EngineOptions):
         if self.ray and not ADDRESS.fullmatch(self.ray):
             yield f"{name}.ray={self.ray}: give HOST:PORT of the cluster's head"
         if self.players < 0 or self.players + self.trainer_cpus == 0:
-            yield f"{name}.players={self.players}: no host is asked of Ray"
+            yield f"{name}.players={self.players}: no host is requested from Ray"
         if self.trainer_gpus and not self.trainer_cpus:
             yield (
                 f"{name}.trainer_gpus={self.trainer_gpus}: has no effect without "
@@ -58,16 +58,18 @@ class RayOptions(EngineOptions):
 
     def domains(self) -> list[tuple[str, dict[str, dict[str, float]]]]:
         """Return the failure domains: Ray's strategy, and the resources of each host by name."""
-        found: list[tuple[str, dict[str, dict[str, float]]]] = []
+        domains: list[tuple[str, dict[str, dict[str, float]]]] = []
         if self.trainer_cpus:
-            found.append(("STRICT_PACK", {TRAINER: _needs(self.trainer_cpus, self.trainer_gpus)}))
+            domains.append(
+                ("STRICT_PACK", {TRAINER: _resources(self.trainer_cpus, self.trainer_gpus)})
+            )
         if self.players:
-            each = _needs(self.player_cpus, self.player_gpus)
-            found.append(("SPREAD", {f"{PLAYER}-{index}": each for index in range(self.players)}))
-        return found
+            each = _resources(self.player_cpus, self.player_gpus)
+            domains.append(("SPREAD", {f"{PLAYER}-{index}": each for index in range(self.players)}))
+        return domains
 
 
-def _needs(cpus: int, gpus: int) -> dict[str, float]:
+def _resources(cpus: int, gpus: int) -> dict[str, float]:
     return {"CPU": float(cpus)} | ({"GPU": float(gpus)} if gpus else {})
 
 
@@ -83,7 +85,7 @@ class RayStarter(HelperStarter):
         """See ``AgentStarter``. Raises ClusterError without Ray, or without a cluster at the
         address."""
         if self._options.ray:
-            reach(self._options.ray)
+            check_reachable(self._options.ray)
         if find_spec("ray") is None:
             raise ClusterError(NO_RAY)
 
@@ -104,7 +106,7 @@ class RayStarter(HelperStarter):
         self._engine.start(plan, 2 * options.wait_s, "the start of host agents by Ray")
 
 
-def make(options: RayOptions) -> ClusterScheduler:
+def make_scheduler(options: RayOptions) -> ClusterScheduler:
     """Return a scheduler that waits for the hosts that Ray places."""
     return ClusterScheduler(_with_hosts(options), RayStarter(options))
 
@@ -118,7 +120,7 @@ def _with_hosts(options: RayOptions) -> RayOptions:
 
 DEFINITION = SchedulerDefinition(
     RayOptions,
-    make,
+    make_scheduler,
     several_hosts=True,
     problems=placement_problems,
     elsewhere=lambda options, name: elsewhere(_with_hosts(options), name),

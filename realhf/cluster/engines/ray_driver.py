@@ -30,7 +30,7 @@ REACH_S = 5.0
 NO_RAY = f"scheduler=ray: Ray is not installed here: {install_command('ray')}"
 
 
-def reach(address: str) -> None:
+def check_reachable(address: str) -> None:
     """Raise ClusterError if nothing listens at ``address``; Ray itself would retry for a minute."""
     host, _, port = address.rpartition(":")
     try:
@@ -71,7 +71,7 @@ class RayEngine:
         address = str(plan["address"])
         if not address:
             self._folder = _prepare_private_cluster()
-        ray = _ray()
+        ray = _import_ray()
         deadline = process_clock.now() + float(plan["limit_s"])
         calls: dict[str, Any] = {}
         try:
@@ -98,7 +98,7 @@ class RayEngine:
 
     def problem(self) -> str:
         """See ``Engine``. Queries all actors in one call."""
-        ray = _ray()
+        ray = _import_ray()
         try:
             calls = [agent.problem.remote() for agent in self._agents.values()]
             return next((text for text in ray.get(calls, timeout=CALL_S) if text), "")
@@ -111,7 +111,7 @@ class RayEngine:
         """See ``Engine``. Does not affect other users of the cluster."""
         if not self._agents and not self._groups and not self._folder:
             return
-        ray = _ray()
+        ray = _import_ray()
         with contextlib.suppress(Exception):
             ray.wait(
                 [agent.stop.remote() for agent in self._agents.values()],
@@ -134,13 +134,13 @@ class RayEngine:
             self._folder = ""
 
     def _connect(self, address: str, deadline: float) -> None:
-        ray = _ray()
+        ray = _import_ray()
         logging.getLogger("ray").setLevel(logging.ERROR)
 
         options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if address:
-            reach(address)
-            _check_node_here(address)
+            check_reachable(address)
+            _check_local_node(address)
             options["address"] = address
         else:
             options |= {
@@ -171,27 +171,27 @@ class RayEngine:
 
     def _describe_failed_agent(self, calls: Mapping[str, Any]) -> str:
         """Describe the host agent that could not be started, and its node."""
-        ray = _ray()
-        found = "a host agent"
+        ray = _import_ray()
+        agent = "a host agent"
         with contextlib.suppress(Exception):
             ended, _ = ray.wait([*calls.values()], num_returns=len(calls), timeout=0)
             for name, call in calls.items():
                 try:
                     ray.get([call] if call in ended else [])
                 except ray.exceptions.RayError:
-                    found = f"the host agent {name}"
+                    agent = f"the host agent {name}"
                     group, index = self._bundles[name]
                     node = ray.util.placement_group_table(group)["bundles_to_node_id"][index]
                     return (
-                        f"{found} on "
+                        f"{agent} on "
                         f"{next(_name(each) for each in ray.nodes() if each['NodeID'] == node)}"
                     )
-        return found
+        return agent
 
     def _place(
         self, strategy: str, bundles: Mapping[str, Mapping[str, float]], deadline: float
     ) -> None:
-        ray = _ray()
+        ray = _import_ray()
         strategies = import_module("ray.util.scheduling_strategies")
         nodes = [node for node in ray.nodes() if node["Alive"]]
         for name, needs in bundles.items():
@@ -199,22 +199,22 @@ class RayEngine:
                 all(node["Resources"].get(kind, 0) >= n for kind, n in needs.items())
                 for node in nodes
             ):
-                wanted = _describe_resources(needs)
+                needed = _describe_resources(needs)
                 nodes_text = _describe_nodes(nodes)
                 raise ClusterError(
-                    f"no node of the Ray cluster can ever hold {name} ({wanted}): {nodes_text}"
+                    f"no node of the Ray cluster can ever hold {name} ({needed}): {nodes_text}"
                 )
         group = ray.util.placement_group(
             [dict(needs) for needs in bundles.values()], strategy=strategy
         )
         self._groups.append(group)
         if not group.wait(max(1.0, deadline - process_clock.now())):
-            wanted = "; ".join(
+            needed = "; ".join(
                 f"{name} ({_describe_resources(needs)})" for name, needs in bundles.items()
             )
             free = _describe_resources(ray.available_resources())
             raise ClusterError(
-                f"Ray found no room for {wanted} in time (scheduler.wait_s); free now: {free}; "
+                f"Ray found no room for {needed} in time (scheduler.wait_s); free now: {free}; "
                 f"{_describe_nodes(nodes)}"
             )
         # Ray imports it by name on the node, which has the package for its workers.
@@ -255,7 +255,7 @@ def _prepare_private_cluster() -> str:
     return folder
 
 
-def _ray() -> Any:
+def _import_ray() -> Any:
     """Import Ray, an optional dependency that type checkers need not have. Raises ClusterError
     without it."""
     try:
@@ -264,7 +264,7 @@ def _ray() -> Any:
         raise ClusterError(NO_RAY) from None
 
 
-def _check_node_here(address: str) -> None:
+def _check_local_node(address: str) -> None:
     """Raise ClusterError if this machine is not a node of a Ray cluster.
 
     Ray itself would search for its node for a minute. Versions before 2.60 have another search,

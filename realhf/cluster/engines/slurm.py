@@ -31,7 +31,7 @@ JOB = "SLURM_JOB_ID"
 NOTICE_S = 120
 """Seconds before the end of its time at which a job gets a signal, to end cleanly and be queued
 again."""
-GIVEN_HERE = ("mode=", "scheduler=", "scheduler.address=", "network.bind=", "recover_mode=")
+SET_BY_SCRIPT = ("mode=", "scheduler=", "scheduler.address=", "network.bind=", "recover_mode=")
 """Arguments that the script sets itself."""
 
 
@@ -99,7 +99,7 @@ exit "$code"
 
 def script(options: SlurmOptions, arguments: Sequence[str]) -> str:
     """Return the batch script of a launch with these arguments, for ``sbatch``."""
-    more = [
+    directives = [
         f"#SBATCH --{key}={value}\n"
         for key, value in (
             ("gpus-per-node", options.gpus_per_node),
@@ -108,19 +108,26 @@ def script(options: SlurmOptions, arguments: Sequence[str]) -> str:
         )
         if value
     ]
-    kept = [text for text in arguments if not text.lstrip("+").startswith(GIVEN_HERE)]
-    words = [sys.executable, "-m", "realhf.launch", *kept, "scheduler=slurm", "recover_mode=auto"]
-    found = ' network.bind="$address"'
-    if not any(text.startswith("trial_name=") for text in kept):
-        found += ' trial_name="job-$SLURM_JOB_ID"'  # a requeued job keeps its number
+    passed_on = [text for text in arguments if not text.lstrip("+").startswith(SET_BY_SCRIPT)]
+    command = [
+        sys.executable,
+        "-m",
+        "realhf.launch",
+        *passed_on,
+        "scheduler=slurm",
+        "recover_mode=auto",
+    ]
+    suffix = ' network.bind="$address"'
+    if not any(text.startswith("trial_name=") for text in passed_on):
+        suffix += ' trial_name="job-$SLURM_JOB_ID"'  # a requeued job keeps its number
     return SCRIPT.format(
         nodes=options.nodes,
         cpus=options.cpus_per_node,
-        more="".join(more),
+        more="".join(directives),
         time=options.time,
         notice=NOTICE_S,
         folder=shlex.quote(str(Path.cwd())),
-        launch=shlex.join(words) + found,
+        launch=shlex.join(command) + suffix,
     )
 
 
@@ -154,7 +161,7 @@ class SlurmStarter(HelperStarter):
         self._engine.start(plan, self._options.wait_s, "srun")
 
 
-def make(options: SlurmOptions) -> ClusterScheduler:
+def make_scheduler(options: SlurmOptions) -> ClusterScheduler:
     """Return a scheduler that waits for all nodes of the job."""
     starter = SlurmStarter(options)
     return ClusterScheduler(replace(options, hosts=[*starter.hosts, *options.hosts]), starter)
@@ -162,7 +169,7 @@ def make(options: SlurmOptions) -> ClusterScheduler:
 
 DEFINITION = SchedulerDefinition(
     SlurmOptions,
-    make,
+    make_scheduler,
     several_hosts=True,
     problems=placement_problems,
     elsewhere=elsewhere,

@@ -38,7 +38,7 @@ def made(folder: Path, **options: object) -> ClusterScheduler:
         "wait_s": LIMIT_S,
         **options,
     }
-    return engine.make(RayOptions(**given))  # pyright: ignore[reportArgumentType]
+    return engine.make_scheduler(RayOptions(**given))  # pyright: ignore[reportArgumentType]
 
 
 def master(folder: Path) -> WorkerSpec:
@@ -88,7 +88,7 @@ def test_trainers_are_packed_and_players_are_spread():
         ("STRICT_PACK", {"trainer": {"CPU": 8.0, "GPU": 4.0}}),
         ("SPREAD", {"player-0": {"CPU": 3.0}, "player-1": {"CPU": 3.0}}),
     ]
-    scheduler = engine.make(options)
+    scheduler = engine.make_scheduler(options)
     assert scheduler._options.hosts == ["trainer", "player-0", "player-1"]
     assert scheduler._options.placement == {"model_worker": "trainer"}
 
@@ -98,7 +98,7 @@ def test_trainers_are_packed_and_players_are_spread():
     [
         ({"ray": "auto"}, "scheduler.ray=auto: give HOST:PORT"),
         ({"ray": "ray://host:1"}, "scheduler.ray=ray://host:1: give HOST:PORT"),
-        ({"players": 0}, "scheduler.players=0: no host is asked of Ray"),
+        ({"players": 0}, "scheduler.players=0: no host is requested from Ray"),
         ({"trainer_gpus": 1}, "scheduler.trainer_gpus=1: has no effect without"),
     ],
 )
@@ -197,7 +197,7 @@ def test_an_agent_that_cannot_serve_is_named_with_its_last_words(tmp_path, monke
     """Its keys are not those of the endpoint, as if another run had answered."""
     pytest.importorskip("ray")
     others = KeyRing(tmp_path / "others").keys_of("player-0")
-    monkeypatch.setattr(KnownHosts, "draw", lambda self, names: others)
+    monkeypatch.setattr(KnownHosts, "generate", lambda self, names: others)
     assert re.search(
         r"player-0 did not join .*host agent player-0 on .* failed: host ",
         refusal(made(tmp_path), master(tmp_path)),

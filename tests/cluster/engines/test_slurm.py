@@ -101,7 +101,7 @@ def test_outside_a_job_the_launch_says_so_at_once(tmp_path, monkeypatch, name, w
     assert re.search(
         r"srun cannot be run here .*mode=check prints",
         refusal(
-            slurm.make(
+            slurm.make_scheduler(
                 SlurmOptions(address="127.0.0.1", port=0, key_file=str(tmp_path / "k"), nodes=1)
             ),
             WorkerSpec(name, "platform", (), run_folder(tmp_path, None) / "logs" / "m.log"),
@@ -132,7 +132,7 @@ def test_why_srun_has_ended_is_in_the_one_line_that_a_person_sees(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     line = refusal(
-        slurm.make(
+        slurm.make_scheduler(
             SlurmOptions(address="127.0.0.1", port=0, key_file=str(tmp_path / "k"), nodes=1)
         ),
         WorkerSpec("master", "platform", (), run_folder(tmp_path, None) / "logs" / "m.log"),
