@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from realhf.dataflow.journal.audit import audit_folder
-from realhf.launch.run import unknown_files
+from realhf.launch.run import find_unknown_files
 from tests.test_end_to_end import MOVING, launch, undescribed
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -93,7 +93,7 @@ def test_a_run_leaves_what_it_promised(root, streamed):
     assert streamed[-1]["admission/consumed"] == streamed[-1]["admission/accepted"] == 2 * STEPS
     for name in ("trace.json", "report.html", "policy"):
         assert (folder / name).exists(), name
-    assert unknown_files(folder) == []
+    assert find_unknown_files(folder) == []
     spans = {
         event["name"] for event in json.loads((folder / "trace.json").read_text())["traceEvents"]
     }

@@ -38,12 +38,12 @@ def _main(arguments: Sequence[str], started_at: float, terminal: Terminal) -> in
             print(_about(arguments))
             return 0
 
-        from realhf.launch.build import advice, build_experiment, print_check, print_graph
+        from realhf.launch.build import build_experiment, find_warnings, print_check, print_graph
 
         composed = compose_config(arguments)
         check_config(composed.config)
         built = build_experiment(composed)
-        for line in (*composed.warnings, *advice(built)):
+        for line in (*composed.warnings, *find_warnings(built)):
             if line:
                 print(f"warning: {line}", file=sys.stderr)
         if composed.config.mode is Mode.graph:

@@ -227,7 +227,7 @@ def estimate_needs(
     return needs
 
 
-def memory_lines(needs: list[MemoryNeed], free: Mapping[int | None, int]) -> Iterator[str]:
+def format_estimate(needs: list[MemoryNeed], free: Mapping[int | None, int]) -> Iterator[str]:
     """Yield the estimate as text: a line per process and role, then the sum of each device with its
     free bytes (``free``, from ``free_bytes``)."""
     if not needs:
@@ -248,14 +248,14 @@ def memory_lines(needs: list[MemoryNeed], free: Mapping[int | None, int]) -> Ite
         where = "host" if device is None else f"GPU {device}"
         available = free.get(device)
         remark = f", {available / GIB:.2f} free" if available is not None else ""
-        yield f"  {where}: {_total_on(needs, device) / GIB:.2f} in all{remark}"
+        yield f"  {where}: {_sum_device(needs, device) / GIB:.2f} in all{remark}"
 
 
-def shortages(needs: list[MemoryNeed], free: Mapping[int | None, int]) -> Iterator[str]:
+def find_shortages(needs: list[MemoryNeed], free: Mapping[int | None, int]) -> Iterator[str]:
     """Yield a warning for each device with less free memory than estimated, with the options that
     reduce it."""
     for device in sorted({need.device for need in needs}, key=str):
-        needed = _total_on(needs, device)
+        needed = _sum_device(needs, device)
         available = free.get(device)
         if available is not None and needed > available:
             where = "this machine" if device is None else f"GPU {device}"
@@ -284,7 +284,7 @@ def free_bytes(gpu_count: int) -> dict[int | None, int]:
     return free
 
 
-def _total_on(needs: list[MemoryNeed], device: int | None) -> int:
+def _sum_device(needs: list[MemoryNeed], device: int | None) -> int:
     """Return the estimated bytes on a device, including the programs themselves on the host."""
     on_device = [need for need in needs if need.device == device]
     programs = PROGRAM_BYTES * len({need.process for need in on_device}) if device is None else 0

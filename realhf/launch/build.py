@@ -24,13 +24,18 @@ from realhf.launch.allocation import (
     allocate,
     check_offload,
     estimate_needs,
+    find_shortages,
+    format_estimate,
     free_bytes,
-    memory_lines,
-    shortages,
 )
 from realhf.launch.checks import is_builtin
-from realhf.launch.compose import Composed
-from realhf.launch.plugins import ExperimentFile, definition_of, describe_user_error, options_of
+from realhf.launch.compose import ComposedConfig
+from realhf.launch.plugins import (
+    ExperimentFile,
+    describe_user_error,
+    load_scheduler,
+    read_scheduler_options,
+)
 from realhf.scheduler.gpus import visible_gpus
 
 LARGE_RATE = 5e-5
@@ -78,7 +83,7 @@ class BuiltExperiment:
         )
 
 
-def build_experiment(composed: Composed) -> BuiltExperiment:
+def build_experiment(composed: ComposedConfig) -> BuiltExperiment:
     """Build and check an experiment. Raises ConfigError for a mistake in the experiment or its
     graph, and for options without effect."""
     config = composed.config
@@ -140,13 +145,13 @@ def print_check(built: BuiltExperiment, arguments: Sequence[str] = ()) -> int:
         f"{spec.total_train_steps} steps of {spec.n_seqs} samples, into {spec.run_dir}"
     )
     for earlier in spec.before:
-        made = earlier.artifact is not None and artifact_exists(earlier.artifact)
+        exists = earlier.artifact is not None and artifact_exists(earlier.artifact)
         rates = [
             f"learning rate {model.optimizer.lr:g}"
             for model in _trained_models(earlier)
             if model.optimizer
         ]
-        steps = "made already" if made else f"{earlier.total_train_steps} steps"
+        steps = "made already" if exists else f"{earlier.total_train_steps} steps"
         print(f"before: {earlier.name} ({', '.join([steps, *rates])})")
     for model in _trained_models(spec):
         if model.optimizer is not None:
@@ -156,20 +161,23 @@ def print_check(built: BuiltExperiment, arguments: Sequence[str] = ()) -> int:
                 f"{model.path}{adapters}"
             )
     needs, free = _estimate_memory(built)
-    print("\n".join(memory_lines(needs, free)))
+    print("\n".join(format_estimate(needs, free)))
     chosen = built.config.scheduler
-    definition = definition_of(chosen.path)
+    definition = load_scheduler(chosen.path)
     if definition.script is not None:
-        print("\nfor sbatch:\n\n" + definition.script(options_of(chosen), arguments), end="")
+        print(
+            "\nfor sbatch:\n\n" + definition.script(read_scheduler_options(chosen), arguments),
+            end="",
+        )
     return 0
 
 
-def advice(built: BuiltExperiment) -> Iterator[str]:
+def find_warnings(built: BuiltExperiment) -> Iterator[str]:
     """Yield warnings: the experiment's own advice, a run that needs more memory than is free, and
     learning rates that are probably too large for a pretrained model."""
     for spec in (*built.spec.before, built.spec):
         yield from spec.advice
-    yield from shortages(*_estimate_memory(built))
+    yield from find_shortages(*_estimate_memory(built))
     if is_builtin(built.config.actor.path):
         return
     for spec in (*built.spec.before, built.spec):
@@ -191,7 +199,7 @@ def advice(built: BuiltExperiment) -> Iterator[str]:
 def _estimate_memory(built: BuiltExperiment) -> tuple[list[MemoryNeed], dict[int | None, int]]:
     """Return the estimated memory of all processes, and the free bytes of each device. Both are
     empty for a scheduler of several hosts, whose memory is not known."""
-    if definition_of(built.config.scheduler.path).several_hosts:
+    if load_scheduler(built.config.scheduler.path).several_hosts:
         return [], {}
     gpu_count = len(visible_gpus())
     gpus = _assign_gpus(built.spec, built.config)
@@ -221,11 +229,11 @@ def _call_build(file: ExperimentFile, config: ExperimentConfig) -> ExperimentSpe
 
 def _assign_gpus(spec: ExperimentSpec, config: ExperimentConfig) -> dict[str, int]:
     """Return the GPU of each worker that runs on this machine. Raises ConfigError."""
-    elsewhere = definition_of(config.scheduler.path).elsewhere
+    elsewhere = load_scheduler(config.scheduler.path).elsewhere
     return allocate(
         spec,
         config.allocation,
-        elsewhere=elsewhere and partial(elsewhere, options_of(config.scheduler)),
+        elsewhere=elsewhere and partial(elsewhere, read_scheduler_options(config.scheduler)),
     )
 
 
@@ -276,7 +284,7 @@ def _check_heads(spec: ExperimentSpec) -> None:
 def _check_hosts(config: ExperimentConfig, specs: Sequence[ExperimentSpec]) -> None:
     """Raise ConfigError if workers on other hosts could not connect, or if the scheduler rejects
     its options for these experiments."""
-    definition = definition_of(config.scheduler.path)
+    definition = load_scheduler(config.scheduler.path)
     finds_addresses = definition.script is not None and config.mode is Mode.check
     if not config.network.bind and definition.several_hosts and not finds_addresses:
         raise ConfigError(
@@ -368,23 +376,23 @@ def _has_effect(name: str, reads: set[str]) -> bool:
 def effective_options(config: ExperimentConfig, reads: set[str]) -> tuple[str, ...]:
     """Return the names of the options that were read while the experiment was built, and of the
     launcher's own."""
-    return tuple(sorted(found.name for found in walk(config) if _has_effect(found.name, reads)))
+    return tuple(sorted(named.name for named in walk(config) if _has_effect(named.name, reads)))
 
 
-def check_effects(composed: Composed, reads: set[str]) -> None:
+def check_effects(composed: ComposedConfig, reads: set[str]) -> None:
     """Raise ConfigError for options that were set but not read, with the reason in the field's
     ``idle`` text."""
     experiment = composed.config.experiment
-    reasons = {found.name: found.option.idle for found in walk(composed.config)}
+    reasons = {named.name: named.option.idle for named in walk(composed.config)}
 
     def idle(names: Iterable[str]) -> list[str]:
         return [name for name in names if not _has_effect(name, reads)]
 
     lines = []
     for name in (*idle(composed.overridden), *idle(composed.written)):
-        why = f": {reasons[name]}" if reasons[name] else ""
+        reason = f": {reasons[name]}" if reasons[name] else ""
         where = f" (set in {composed.written[name]})" if name in composed.written else ""
-        lines.append(f"option {name} has no effect in experiment {experiment}{why}{where}")
+        lines.append(f"option {name} has no effect in experiment {experiment}{reason}{where}")
     for choice, options in composed.chosen.items():
         if options and idle(options) == list(options):
             lines.append(
@@ -398,7 +406,7 @@ def check_effects(composed: Composed, reads: set[str]) -> None:
 ENVIRONMENT = "env."
 
 
-def _check_environment(composed: Composed, plain: Any) -> None:
+def _check_environment(composed: ComposedConfig, plain: Any) -> None:
     """Raise ConfigError for options of the environment that were set and do not change the
     experiment.
 
@@ -413,7 +421,7 @@ def _check_environment(composed: Composed, plain: Any) -> None:
         config = copy.deepcopy(composed.config)
         section = vars(config)["env"]  # ExperimentConfig itself has no such field.
         option = name.removeprefix(ENVIRONMENT)
-        default = _default_of(section, option)
+        default = _find_default(section, option)
         if default is MISSING or default == getattr(section, option):
             continue
         setattr(section, option, default)
@@ -432,7 +440,7 @@ def _check_environment(composed: Composed, plain: Any) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def _default_of(section: Any, option: str) -> Any:
+def _find_default(section: Any, option: str) -> Any:
     """Return the default value of a section's option; MISSING if the section has no such option."""
     for every in fields(section):
         if every.name == option:

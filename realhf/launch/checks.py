@@ -39,7 +39,7 @@ from realhf.base.hf_config import (
 )
 from realhf.base.installation import install_command
 from realhf.env.loader.load import chosen_environment
-from realhf.launch.plugins import definition_of
+from realhf.launch.plugins import load_scheduler
 from realhf.registry import registered_names
 from realhf.scheduler.gpus import visible_gpus
 
@@ -96,7 +96,7 @@ def _host_problems(config: ExperimentConfig) -> Iterator[str]:
     """Check what a run would miss on this machine after its first minutes: vLLM, trackers, a
     writable folder."""
     engine = config.engine
-    elsewhere = definition_of(config.scheduler.path).several_hosts
+    elsewhere = load_scheduler(config.scheduler.path).several_hosts
     if (
         engine.name == "vllm"
         and engine.vllm_url is None
@@ -124,9 +124,9 @@ def _host_problems(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _sampling_problems(config: ExperimentConfig) -> Iterator[str]:
-    for cut in config.gen.truncating_options():
+    for option in config.gen.truncating_options():
         yield (
-            f"gen.{cut}: tokens would be drawn from a cut distribution and trained with the "
+            f"gen.{option}: tokens would be drawn from a cut distribution and trained with the "
             f"log-probabilities of "
             "the whole one; training samples with top_p=1, top_k=0 and min_new_tokens=0"
         )
@@ -166,8 +166,8 @@ def _path_length_problems(config: ExperimentConfig) -> Iterator[str]:
     ):
         size = len(os.fsencode(text))
         if size > max_bytes:
-            named = f"{option}={_shorten(text)}: a name of {size} bytes"
-            yield f"{named}; the file system of {existing} takes {max_bytes} at most"
+            description = f"{option}={_shorten(text)}: a name of {size} bytes"
+            yield f"{description}; the file system of {existing} takes {max_bytes} at most"
             return
     max_path_bytes = os.pathconf(existing, "PC_PATH_MAX") - _INSIDE_BYTES
     if len(os.fsencode(folder)) > max_path_bytes:
@@ -200,8 +200,8 @@ def _size_problems(config: ExperimentConfig) -> Iterator[str]:
     # Unlike this, Path.is_dir raises for a name that is too long, which is reported elsewhere.
     if config.recover_mode is RecoverMode.resume and not os.path.isdir(folder / "checkpoints"):
         others = sorted(path.parent.name for path in folder.parent.glob("*/checkpoints"))
-        named = f"; give the trial_name of a run: {', '.join(others[-8:])}" if others else ""
-        yield f"recover_mode=resume: no checkpoint in {folder}{named}"
+        suggestion = f"; give the trial_name of a run: {', '.join(others[-8:])}" if others else ""
+        yield f"recover_mode=resume: no checkpoint in {folder}{suggestion}"
 
 
 BUILTIN = "builtin"
@@ -248,15 +248,15 @@ def start_untrained(config: ExperimentConfig) -> str:
     )
 
 
-def choose_engine(config: ExperimentConfig, given: Collection[str]) -> str:
+def choose_engine(config: ExperimentConfig, user_options: Collection[str]) -> str:
     """Select vLLM for a pretrained model if this machine has a GPU and vLLM, unless the options set
-    by the user (``given``) choose an engine.
+    by the user (``user_options``) choose an engine.
 
     Return a warning if the embedded engine is used on a GPU, else ""."""
     engine = config.engine
     path = config.actor.path
     if (
-        {"engine.name", "engine.kv_cache_gib"} & {*given}
+        {"engine.name", "engine.kv_cache_gib"} & {*user_options}
         or path in BUILTIN_PATHS
         or not visible_gpus()
     ):
@@ -282,7 +282,7 @@ def choose_engine(config: ExperimentConfig, given: Collection[str]) -> str:
             f"it"
         )
     engine.name = "vllm"
-    if "rpc.connect_timeout_s" not in given:
+    if "rpc.connect_timeout_s" not in user_options:
         config.rpc.connect_timeout_s = max(VLLM_START_S, config.rpc.connect_timeout_s)
     return ""
 

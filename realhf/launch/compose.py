@@ -40,7 +40,7 @@ BUILTIN_DEFAULTS = "builtin_policy.yaml"
 library's. ``builtin_policy_NAME.yaml`` has those for the environment NAME."""
 
 
-class Composed(NamedTuple):
+class ComposedConfig(NamedTuple):
     """A composed configuration, and the origin of its values."""
 
     config: ExperimentConfig
@@ -70,29 +70,33 @@ class EnvironmentMissing(ConfigError):
     """No environment was chosen for an experiment that needs one."""
 
 
-def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Composed:
+def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> ComposedConfig:
     """Return the configuration for ``key=value`` arguments.
 
     Imports the experiment's file, which defines the class of the configuration. Raises ConfigError
     that names the option."""
     pairs = [_parse_argument(text) for text in arguments]
-    given = {pair.key: pair.value for pair in pairs}
-    user_file = _user_file(given.get("experiment_path"))
+    values = {pair.key: pair.value for pair in pairs}
+    user_file = _resolve_user_file(values.get("experiment_path"))
     if user_file is not None:
-        given.setdefault("experiment", user_file.stem)
-    name = _check_experiment(given.get("experiment"), config_dir, user_file)
-    own = (
+        values.setdefault("experiment", user_file.stem)
+    name = _check_experiment(values.get("experiment"), config_dir, user_file)
+    own_file = (
         user_file.with_suffix(".yaml") if user_file else config_dir / "experiment" / f"{name}.yaml"
     )
-    _check_choices(given, config_dir)
-    environment = _chosen_path("env", given, config_dir, own)
-    scheduler = _chosen_path("scheduler", given, config_dir, own)
-    algorithm = _chosen_path("ppo", given, config_dir, own, "algo")
-    typed = next(
+    _check_choices(values, config_dir)
+    environment = _find_component("env", values, config_dir, own_file)
+    scheduler = _find_component("scheduler", values, config_dir, own_file)
+    algorithm = _find_component("ppo", values, config_dir, own_file, "algo")
+    env_argument = next(
         (f"{key}={value}" for key, value in reversed(pairs) if key in ("env.path", "env")), ""
     )
     _check_environment(
-        name, typed, environment, _path_in(own, "env", bases=config_dir / "experiment"), config_dir
+        name,
+        env_argument,
+        environment,
+        _read_component(own_file, "env", bases=config_dir / "experiment"),
+        config_dir,
     )
     file = load_experiment(config_dir, name, user_file, environment)
     if environment is None and hasattr(file.module, "config_class"):
@@ -118,51 +122,51 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
     schema = Schema(file.config_class)
     _check_names(pairs, name, schema, config_dir)
     if "env" in schema.sections and not hasattr(file.module, "config_class"):
-        has = str(schema.options["env.path"].value) if "env.path" in schema.options else ""
-        _check_environment(name, typed, environment, has, config_dir)
+        fixed = str(schema.options["env.path"].value) if "env.path" in schema.options else ""
+        _check_environment(name, env_argument, environment, fixed, config_dir)
     # A registered environment without a YAML file.
-    if given.get("env") not in (
+    if values.get("env") not in (
         None,
-        *_files("env", config_dir),
+        *_list_files("env", config_dir),
     ):
-        given["env.path"] = given.pop("env")
-    _check_texts(schema, given, config_dir, own, user_file)
+        values["env.path"] = values.pop("env")
+    _check_texts(schema, values, config_dir, own_file, user_file)
     # Options that hold a mapping have no fixed keys, so Hydra needs "++" to accept new ones.
     overrides = [
-        f"{'++' if schema.mapping_of(key) else ''}{key}={_quote_texts(schema.text_kind(key), value)}"
-        for key, value in given.items()
+        f"{'++' if schema.find_mapping(key) else ''}{key}={_quote_texts(schema.text_kind(key), value)}"
+        for key, value in values.items()
         if key != "experiment_path"
     ]
     try:
         config, defaults = _compose_with_defaults(
-            overrides, given, config_dir, schema, user_file, environment
+            overrides, values, config_dir, schema, user_file, environment
         )
     except _UnknownOption as unknown:
         raise ConfigError(_describe_unknown(unknown.option, name, schema, config_dir)) from None
-    _check_scheduler(config, scheduler, own)
-    _check_algorithm(config, algorithm, own)
+    _check_scheduler(config, scheduler, own_file)
+    _check_algorithm(config, algorithm, own_file)
     config.experiment_path = str(user_file) if user_file else None
     overridden = tuple(
-        schema.mapping_of(pair.key) or pair.key for pair in pairs if pair.key not in GROUPS
+        schema.find_mapping(pair.key) or pair.key for pair in pairs if pair.key not in GROUPS
     )
-    chosen = {
-        f"{group}={given[group]}": tuple(
-            schema.set_in(config_dir / group / f"{given[group]}.yaml", group)
+    by_choice = {
+        f"{group}={values[group]}": tuple(
+            schema.options_in(config_dir / group / f"{values[group]}.yaml", group)
         )
         for group in GROUPS[1:]
-        if group in given
+        if group in values
     }
-    written = _options_in_yaml(config, schema, own, defaults)
-    set_elsewhere = {*overridden, *(option for options in chosen.values() for option in options)}
-    warnings = start_untrained(config), choose_engine(config, {*set_elsewhere, *written})
+    from_files = _options_in_yaml(config, schema, own_file, defaults)
+    set_elsewhere = {*overridden, *(option for options in by_choice.values() for option in options)}
+    warnings = start_untrained(config), choose_engine(config, {*set_elsewhere, *from_files})
     config.trial_name = config.trial_name or make_trial_name()
-    reverted = {option for option in schema.set_in(own) if option not in written}
-    return Composed(
+    reverted = {option for option in schema.options_in(own_file) if option not in from_files}
+    return ComposedConfig(
         config,
         file,
         tuple(option for option in overridden if option not in reverted),
-        {option: source for option, source in written.items() if option not in set_elsewhere},
-        chosen,
+        {option: source for option, source in from_files.items() if option not in set_elsewhere},
+        by_choice,
         tuple(warning for warning in warnings if warning),
     )
 
@@ -186,7 +190,7 @@ def shipped_schemas(config_dir: Path = CONFIGS) -> dict[str, Schema]:
 
 def _compose_with_defaults(
     overrides: list[str],
-    given: Mapping[str, str],
+    values: Mapping[str, str],
     config_dir: Path,
     schema: Schema,
     user_file: Path | None,
@@ -210,58 +214,62 @@ def _compose_with_defaults(
         )
 
     builtin = (
-        is_builtin(given["actor.path"])
-        if "actor.path" in given
-        else given.get("model", BUILTIN).startswith(BUILTIN)
+        is_builtin(values["actor.path"])
+        if "actor.path" in values
+        else values.get("model", BUILTIN).startswith(BUILTIN)
     )
     next_files = default_files(builtin, environment or "")
     # Adding or removing default files may in turn change the actor or the environment.
     for _ in range(3):
         files = next_files
-        values = OmegaConf.to_container(OmegaConf.merge(*map(_read_yaml, files))) if files else {}
+        defaults_tree = (
+            OmegaConf.to_container(OmegaConf.merge(*map(_read_yaml, files))) if files else {}
+        )
         config = _compose(
-            overrides, config_dir, schema, user_file, cast("Mapping[str, Any]", values)
+            overrides, config_dir, schema, user_file, cast("Mapping[str, Any]", defaults_tree)
         )
         next_files = default_files(
             is_builtin(config.actor.path), getattr(getattr(config, "env", None), "path", "")
         )
         if next_files == files:
             break
-    defaults = {name: value for file in files for name, value in schema.set_in(file).items()}
+    defaults = {name: value for file in files for name, value in schema.options_in(file).items()}
     return config, defaults
 
 
 def _options_in_yaml(
-    config: ExperimentConfig, schema: Schema, own: Path, defaults: Mapping[str, Any]
+    config: ExperimentConfig, schema: Schema, own_file: Path, defaults: Mapping[str, Any]
 ) -> dict[str, str]:
     """Return the options that YAML files of the experiment set, with the file.
 
     For files that the experiment's own file builds on, only values that differ from the library's
     default (or from the built-in policy's ``defaults``) are detected. An option that is set back to
     its default, by another file or the command line, counts as not set."""
-    options = schema.set_in(own)
-    written = dict.fromkeys(options, own.name)
-    builds_on = own.exists() and re.search(r"(?m)^defaults:", own.read_text("utf-8")) is not None
+    options = schema.options_in(own_file)
+    from_files = dict.fromkeys(options, own_file.name)
+    builds_on = (
+        own_file.exists() and re.search(r"(?m)^defaults:", own_file.read_text("utf-8")) is not None
+    )
     for name, _, value in walk(config):
         if value != defaults.get(name, schema.options[name].value):
-            written.setdefault(name, f"what {own.name} builds on")
+            from_files.setdefault(name, f"what {own_file.name} builds on")
         elif name in options and (builds_on or value != options[name]):
-            del written[name]
-    return written
+            del from_files[name]
+    return from_files
 
 
 def experiment_names(config_dir: Path = CONFIGS) -> list[str]:
     """Return the names of the experiments in the package."""
-    return choices("experiment", config_dir)
+    return list_choices("experiment", config_dir)
 
 
-def choices(group: str, config_dir: Path = CONFIGS) -> list[str]:
+def list_choices(group: str, config_dir: Path = CONFIGS) -> list[str]:
     """Return the names that can be selected in a group: its files, and for ``env`` all registered
     environments."""
-    return sorted({*_files(group, config_dir), *(environments if group == "env" else ())})
+    return sorted({*_list_files(group, config_dir), *(environments if group == "env" else ())})
 
 
-def _files(group: str, config_dir: Path) -> list[str]:
+def _list_files(group: str, config_dir: Path) -> list[str]:
     return [path.stem for path in (config_dir / group).glob("*.yaml")]
 
 
@@ -277,8 +285,8 @@ def _parse_argument(text: str) -> Argument:
     return Argument(key, value)
 
 
-def _chosen_path(
-    section: str, given: dict[str, str], config_dir: Path, own: Path, option: str = "path"
+def _find_component(
+    section: str, values: dict[str, str], config_dir: Path, own_file: Path, option: str = "path"
 ) -> str | None:
     """Return the chosen environment, scheduler or algorithm (``section``), or None.
 
@@ -286,63 +294,65 @@ def _chosen_path(
     ``own``. A path in ``given`` is made absolute, so that every process finds it."""
     name = option
     option = f"{section}.{option}"
-    if option in given:
-        given[option] = absolute_reference(given[option].strip("'\""))
-        return given[option]
-    choice = given.get(section, "")
+    if option in values:
+        values[option] = absolute_reference(values[option].strip("'\""))
+        return values[option]
+    choice = values.get(section, "")
     registered = choice if section == "env" and choice in environments else None
     return (
-        _path_in(config_dir / section / f"{choice}.yaml", section, name)
+        _read_component(config_dir / section / f"{choice}.yaml", section, name)
         or registered
-        or _path_in(own, section, name, bases=config_dir / "experiment")
+        or _read_component(own_file, section, name, bases=config_dir / "experiment")
     )
 
 
 def _check_environment(
-    experiment: str, typed: str, chosen: str | None, fixed: str | None, config_dir: Path
+    experiment: str, env_argument: str, environment: str | None, fixed: str | None, config_dir: Path
 ) -> None:
     """Raise ConfigError if the argument ``typed`` chooses an environment for an experiment with a
     fixed one.
 
     ``fixed`` is that environment, "" for one without a name, None if the experiment has none."""
-    if not typed or fixed in (None, chosen):
+    if not env_argument or fixed in (None, environment):
         return
     general = experiment.replace(f"_{fixed}", "") if fixed else ""
     general = (
         general if general != experiment and general in experiment_names(config_dir) else "grpo"
     )
-    owned = f"the environment {fixed}" if fixed else "an environment of its own"
+    own_environment = f"the environment {fixed}" if fixed else "an environment of its own"
     raise ConfigError(
-        f"{typed}: experiment {experiment} has {owned}; type experiment={general} {typed}"
+        f"{env_argument}: experiment {experiment} has {own_environment}; type experiment={general} {env_argument}"
     )
 
 
-def _check_scheduler(config: ExperimentConfig, chosen: str | None, own: Path) -> None:
+def _check_scheduler(config: ExperimentConfig, chosen_path: str | None, own_file: Path) -> None:
     """Raise ConfigError for a scheduler that was set in a file which is read too late to add its
     options."""
     if absolute_reference(config.scheduler.path) != absolute_reference(
-        chosen or ExperimentConfig().scheduler.path
+        chosen_path or ExperimentConfig().scheduler.path
     ):
         raise ConfigError(
-            f"scheduler.path={config.scheduler.path}: set it in {own.name} or on the command line; "
+            f"scheduler.path={config.scheduler.path}: set it in {own_file.name} or on the command line; "
             f"no "
             "other choice (model=, env=) can make this one"
         )
 
 
-def _check_algorithm(config: ExperimentConfig, chosen: str | None, own: Path) -> None:
+def _check_algorithm(config: ExperimentConfig, chosen_path: str | None, own_file: Path) -> None:
     """Raise ConfigError for a custom algorithm that was set in a file which is read too late to add
     its options."""
     section: Any = getattr(config, "ppo", None)
     algo = getattr(section, "algo", "")
-    if is_user_algorithm(algo) and absolute_reference(algo) != absolute_reference(chosen or ""):
+    if is_user_algorithm(algo) and absolute_reference(algo) != absolute_reference(
+        chosen_path or ""
+    ):
         raise ConfigError(
-            f"ppo.algo={algo}: set it in {own.name} or on the command line; no other choice can "
+            f"ppo.algo={algo}: set it in {own_file.name} or on the command line; no other choice can "
             f"make it"
         )
 
 
-def _path_in(
+def _read_component(
     path: Path,
     section: str,
     option: str = "path",
@@ -360,13 +370,13 @@ def _path_in(
         return value if isinstance(value, str) else None
     base_names = (base for base in reversed(base_experiments(content, path)) if base not in seen)
     values = (
-        _path_in(bases / f"{base}.yaml", section, option, bases, seen | {path.stem})
+        _read_component(bases / f"{base}.yaml", section, option, bases, seen | {path.stem})
         for base in base_names
     )
     return next((inherited for inherited in values if inherited is not None), None)
 
 
-def _user_file(text: str | None) -> Path | None:
+def _resolve_user_file(text: str | None) -> Path | None:
     if text is None:
         return None
     path = Path(text).expanduser().resolve()
@@ -375,17 +385,17 @@ def _user_file(text: str | None) -> Path | None:
     return path
 
 
-def _check_choices(given: Mapping[str, str], config_dir: Path) -> None:
+def _check_choices(values: Mapping[str, str], config_dir: Path) -> None:
     """Raise ConfigError for a choice ``GROUP=NAME`` that does not exist."""
-    own = {
+    custom_hints = {
         "env": " One of your own: env.path=FILE.py:Name",
         "scheduler": " One of your own: scheduler.path=FILE.py:Name",
     }
     for key in GROUPS[1:]:
-        if key in given and given[key] not in (names := choices(key, config_dir)):
+        if key in values and values[key] not in (names := list_choices(key, config_dir)):
             raise ConfigError(
-                f"{key}={given[key]}: "
-                f"{_unknown_name('choice', given[key], names)}{own.get(key, '')}"
+                f"{key}={values[key]}: "
+                f"{_describe_unknown_name('choice', values[key], names)}{custom_hints.get(key, '')}"
             )
 
 
@@ -404,7 +414,7 @@ def _check_names(
                 f"{key}={value}: {key} is a section; set one of its options, e.g. "
                 f"{next(name for name in schema.options if name.startswith(f'{key}.'))}=..."
             )
-        elif key != "experiment" and key not in schema.options and not schema.mapping_of(key):
+        elif key != "experiment" and key not in schema.options and not schema.find_mapping(key):
             raise ConfigError(_describe_unknown(key, experiment, schema, config_dir))
 
 
@@ -413,15 +423,15 @@ def _describe_unknown(name: str, experiment: str, schema: Schema, config_dir: Pa
     have it."""
     owners = [
         other
-        for other, its in shipped_schemas(config_dir).items()
-        if name in its.options or name in its.sections
+        for other, other_schema in shipped_schemas(config_dir).items()
+        if name in other_schema.options or name in other_schema.sections
     ]
     if owners:
         return (
             f"option {name} has no effect in experiment {experiment}: it belongs to "
             f"{', '.join(owners)}"
         )
-    return schema.unknown(name)
+    return schema.describe_unknown(name)
 
 
 def _check_experiment(name: str | None, config_dir: Path, user_file: Path | None) -> str:
@@ -430,12 +440,12 @@ def _check_experiment(name: str | None, config_dir: Path, user_file: Path | None
     if not name:
         raise ConfigError(f"experiment=NAME is missing (known: {', '.join(names)})")
     if name not in names:
-        raise ConfigError(f"experiment={name}: {_unknown_name('experiment', name, names)}")
+        raise ConfigError(f"experiment={name}: {_describe_unknown_name('experiment', name, names)}")
     return name
 
 
-def _unknown_name(what: str, name: str, known: Sequence[str]) -> str:
-    if close := close_name(name, known):
+def _describe_unknown_name(what: str, name: str, known: Sequence[str]) -> str:
+    if close := find_close_name(name, known):
         return f"unknown {what} {name!r}; did you mean {close!r}?"
     return f"unknown {what} {name!r} (known: {', '.join(known)})"
 
@@ -479,7 +489,11 @@ def _quote(text: str) -> str:
 
 
 def _check_texts(
-    schema: Schema, given: Mapping[str, str], config_dir: Path, own: Path, user_file: Path | None
+    schema: Schema,
+    values: Mapping[str, str],
+    config_dir: Path,
+    own_file: Path,
+    user_file: Path | None,
 ) -> None:
     """Raise ConfigError for an unquoted string in a YAML file that YAML reads as another value with
     a different text, such as ``1e5`` as 100000.0."""
@@ -487,12 +501,12 @@ def _check_texts(
     from omegaconf import OmegaConf
 
     def read(raw: str) -> Any:
-        if user_file is not None and path == own:
+        if user_file is not None and path == own_file:
             return yaml.safe_load(raw)
         return OmegaConf.to_container(OmegaConf.create(f"- {raw}"), resolve=False)[0]  # type: ignore[index]
 
-    for path, group in _yaml_files(given, config_dir, own):
-        for name, raw in schema.plain_texts(path, group):
+    for path, group in _yaml_files(values, config_dir, own_file):
+        for name, raw in schema.iterate_unquoted_texts(path, group):
             value = read(raw)
             unchanged = isinstance(value, (str, int, float)) and str(value) == raw
             if value is not None and not unchanged:
@@ -503,12 +517,12 @@ def _check_texts(
 
 
 def _yaml_files(
-    given: Mapping[str, str], config_dir: Path, own: Path
+    values: Mapping[str, str], config_dir: Path, own_file: Path
 ) -> Iterator[tuple[Path, str]]:
     """Yield the YAML files of a configuration with their group ("" for experiments): the
     experiment's file, those it builds on, and those that they or the command line choose."""
-    chosen = {(group, given[group]) for group in GROUPS[1:] if group in given}
-    experiment_files = [own]
+    chosen = {(group, values[group]) for group in GROUPS[1:] if group in values}
+    experiment_files = [own_file]
     for path in experiment_files:
         content = read_yaml_mapping(path)
         bases = (
@@ -553,10 +567,10 @@ def _compose(
     try:
         store.store(name="base_config", node=_structured_config(schema.kind))
     except (OmegaConfBaseException, ValueError) as error:
-        what = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
         key = getattr(error, "full_key", "")
         raise ConfigError(
-            f"the option {key!r} of {schema.kind.__name__} cannot be declared so: {what}"
+            f"the option {key!r} of {schema.kind.__name__} cannot be declared so: {reason}"
         ) from None
     store.store(name="policy_defaults", node=dict(policy_defaults))
     if user_file is not None:
@@ -567,7 +581,7 @@ def _compose(
             composed = compose("config", overrides=overrides)
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        _raise_one_line(error, overrides)
+        _raise_config_error(error, overrides)
     assert isinstance(config, schema.kind)
     return config
 
@@ -599,7 +613,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def _raise_one_line(error: Exception, overrides: Sequence[str]) -> NoReturn:
+def _raise_config_error(error: Exception, overrides: Sequence[str]) -> NoReturn:
     """Raise ConfigError with one line that names the option, extracted from Hydra's chain of
     exceptions."""
     unparsed = getattr(error, "override", None)
@@ -661,7 +675,7 @@ class Schema:
         possibly nullable. Groups are strings."""
         if key in GROUPS:
             return "one"
-        mapping = self.mapping_of(key)
+        mapping = self.find_mapping(key)
         kind = _without_null(self._types.get(mapping or key))
         if mapping and mapping != key:
             kind = _without_null((*typing.get_args(kind), None, None)[1])
@@ -670,11 +684,11 @@ class Schema:
         is_list = typing.get_origin(kind) in (list, tuple)
         return "list" if is_list and _without_null(typing.get_args(kind)[0]) is str else ""
 
-    def plain_texts(self, path: Path, group: str = "") -> Iterator[tuple[str, str]]:
+    def iterate_unquoted_texts(self, path: Path, group: str = "") -> Iterator[tuple[str, str]]:
         """Yield each unquoted string value of a YAML file as the option's dotted name and the raw
         text.
 
-        ``group``: see ``set_in``."""
+        ``group``: see ``options_in``."""
         import yaml
 
         def scalars(node: Any, name: str) -> Iterator[tuple[str, str]]:
@@ -696,15 +710,15 @@ class Schema:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         yield from scalars(root, group if "@package _global_" not in text else "")
 
-    def mapping_of(self, key: str) -> str:
+    def find_mapping(self, key: str) -> str:
         """Return the mapping option that ``key`` names or is a key of; "" if there is none."""
         mappings = (name for name, named in self.options.items() if isinstance(named.value, dict))
         return next((name for name in mappings if key == name or key.startswith(f"{name}.")), "")
 
-    def unknown(self, name: str) -> str:
+    def describe_unknown(self, name: str) -> str:
         """Return the error message about an unknown option: the closest one, with its
         description."""
-        close = close_name(name, [*self.options]) or self._same_leaf(name)
+        close = find_close_name(name, [*self.options]) or self._find_same_leaf(name)
         if not close:
             return f"unknown option {name!r}"
         return (
@@ -712,13 +726,13 @@ class Schema:
             f"{self.options[close].option.about}".rstrip()
         )
 
-    def _same_leaf(self, name: str) -> str:
+    def _find_same_leaf(self, name: str) -> str:
         """Return an option whose last part resembles that of ``name`` (``lr`` finds
         ``actor.optimizer.lr``), or ""."""
         leaves = {option.rpartition(".")[2]: option for option in reversed([*self.options])}
-        return leaves.get(close_name(name.rpartition(".")[2], [*leaves], cutoff=0.75), "")
+        return leaves.get(find_close_name(name.rpartition(".")[2], [*leaves], cutoff=0.75), "")
 
-    def set_in(self, path: Path, group: str = "") -> dict[str, Any]:
+    def options_in(self, path: Path, group: str = "") -> dict[str, Any]:
         """Return the options that a YAML file itself sets, by dotted name; {} if the file does not
         exist.
 
@@ -751,6 +765,6 @@ def _without_null(kind: Any) -> Any:
     return kinds[0] if len(kinds) == 1 else kind
 
 
-def close_name(name: str, known: Sequence[str], cutoff: float = 0.5) -> str:
+def find_close_name(name: str, known: Sequence[str], cutoff: float = 0.5) -> str:
     """Return the known name that resembles ``name`` most, or "" if none does."""
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), "")

@@ -20,8 +20,8 @@ from realhf.launch.compose import (
     GROUPS,
     EnvironmentMissing,
     Schema,
-    choices,
     compose_config,
+    list_choices,
     shipped_schemas,
 )
 from realhf.launch.plugins import with_scheduler
@@ -55,21 +55,23 @@ generated from the fields of the configuration: `python -m realhf.launch --optio
 
 def help_text(config_dir: Path = CONFIGS) -> str:
     """Return the usage, the choices of each group, and all options with the library's defaults."""
-    groups = "\n".join(f"  {group:11}{', '.join(choices(group, config_dir))}" for group in GROUPS)
-    lines = [_USAGE.format(groups=groups), *_terminal(Schema().options.values())]
+    groups = "\n".join(
+        f"  {group:11}{', '.join(list_choices(group, config_dir))}" for group in GROUPS
+    )
+    lines = [_USAGE.format(groups=groups), *_format_lines(Schema().options.values())]
     for section, (owners, schema) in _own_sections(config_dir).items():
-        lines += ["", f"Of {', '.join(owners)}:", *_terminal(_within(schema, section))]
+        lines += ["", f"Of {', '.join(owners)}:", *_format_lines(_section_options(schema, section))]
     for name, schema in scheduler_schemas().items():
         lines += [
             "",
             f"Of the scheduler {name} (scheduler.path={name}):",
-            *_terminal(_scheduler_options(schema)),
+            *_format_lines(_scheduler_options(schema)),
         ]
     for name, schema in environment_schemas().items():
         lines += [
             "",
             f"Of the environment {name} (env.path={name}):",
-            *_terminal(_within(schema, "env")),
+            *_format_lines(_section_options(schema, "env")),
         ]
     return "\n".join(lines)
 
@@ -93,16 +95,16 @@ def experiment_help(arguments: Sequence[str], config_dir: Path = CONFIGS) -> str
         if has_environment or not named.name.startswith("env.")
     ]
     if not has_environment:
-        more = (
+        choice = (
             f"choose an environment with env=NAME ({', '.join(environments)}) or "
             f"env.path=FILE.py:Name"
         )
         lines.insert(
             2,
-            f"To run it, {more}; with one --help shows its options and the values that it changes, "
+            f"To run it, {choice}; with one --help shows its options and the values that it changes, "
             f"too.\n",
         )
-    return "\n".join([*lines, *_terminal(options)])
+    return "\n".join([*lines, *_format_lines(options)])
 
 
 def options_reference(config_dir: Path = CONFIGS) -> str:
@@ -111,22 +113,22 @@ def options_reference(config_dir: Path = CONFIGS) -> str:
     parts = [
         _HEAD.format(page="options.md"),
         "## All experiments\n",
-        _table(found for found in common.options.values() if "." not in found.name),
+        _format_table(named for named in common.options.values() if "." not in named.name),
     ]
     for section in common.sections:
-        parts += _chapter(section, common)
+        parts += _format_chapter(section, common)
     for section, (owners, schema) in _own_sections(config_dir).items():
-        parts += _chapter(section, schema, f" Of {', '.join(owners)}.")
+        parts += _format_chapter(section, schema, f" Of {', '.join(owners)}.")
     for name, schema in scheduler_schemas().items():
         kind = type(schema.sections["scheduler"])
         about = (inspect.getdoc(kind) or "").replace("``", "`")
         parts += [
             "## scheduler\n",
             f"{about} Of the scheduler `{name}`.\n",
-            _table(_scheduler_options(schema)),
+            _format_table(_scheduler_options(schema)),
         ]
     for name, schema in environment_schemas().items():
-        parts += _chapter("env", schema, f" Of the environment `{name}`.")
+        parts += _format_chapter("env", schema, f" Of the environment `{name}`.")
     return "\n".join(parts)
 
 
@@ -145,7 +147,9 @@ def scheduler_schemas() -> Mapping[str, Schema]:
 
 def _scheduler_options(schema: Schema) -> Iterator[NamedOption]:
     """Return the options of a scheduler, except the one that selects it."""
-    return (named for named in _within(schema, "scheduler") if named.name != "scheduler.path")
+    return (
+        named for named in _section_options(schema, "scheduler") if named.name != "scheduler.path"
+    )
 
 
 def _own_sections(config_dir: Path) -> Mapping[str, tuple[list[str], Schema]]:
@@ -160,20 +164,24 @@ def _own_sections(config_dir: Path) -> Mapping[str, tuple[list[str], Schema]]:
     return owners
 
 
-def _chapter(section: str, schema: Schema, aside: str = "") -> list[str]:
+def _format_chapter(section: str, schema: Schema, aside: str = "") -> list[str]:
     """Return the chapter about a section: its heading, its docstring followed by ``aside``, and its
     table."""
     kind = type(schema.sections[section])
     about = (inspect.getdoc(kind) or "").replace("``", "`")
-    return [f"## {section}\n", f"{about}{aside}\n", _table(_within(schema, section))]
+    return [
+        f"## {section}\n",
+        f"{about}{aside}\n",
+        _format_table(_section_options(schema, section)),
+    ]
 
 
-def _within(schema: Schema, section: str) -> Iterator[NamedOption]:
+def _section_options(schema: Schema, section: str) -> Iterator[NamedOption]:
     """Return the options of a section, without those of its subsections."""
     return (named for named in schema.options.values() if named.name.rpartition(".")[0] == section)
 
 
-def _terminal(options: Iterable[NamedOption]) -> Iterator[str]:
+def _format_lines(options: Iterable[NamedOption]) -> Iterator[str]:
     """Yield a line per option, with empty lines between sections."""
     section = ""
     for name, option, value in options:
@@ -185,7 +193,7 @@ def _terminal(options: Iterable[NamedOption]) -> Iterator[str]:
         yield f"{assignment:{_COLUMN}} {option.about}{allowed}".rstrip()
 
 
-def _table(options: Iterable[NamedOption]) -> str:
+def _format_table(options: Iterable[NamedOption]) -> str:
     rows = ["| option | default | description | allowed | on resume |", "|---|---|---|---|---|"]
     for name, option, value in options:
         default = f"`{text}`" if (text := _format_value(value)) else ""

@@ -37,10 +37,10 @@ class StopSignals:
         self.deferred = False
         """Whether the first signal lets the run save a checkpoint instead of raising
         ``Interrupted``."""
-        self._raised = False
+        self._has_raised = False
 
     @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
+    def install(self) -> Iterator[None]:
         """Install the handlers within the block, and restore the previous ones afterwards."""
         previous = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
         try:
@@ -51,19 +51,19 @@ class StopSignals:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         del frame
-        if self._raised:
+        if self._has_raised:
             return
         if self.deferred and self.requested is None:
             self.requested = signum
             return
-        self._raised = True
+        self._has_raised = True
         raise Interrupted(
             signum, "no checkpoint was waited for" if self.requested is not None else ""
         )
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """Defer SIGINT and SIGTERM until the end of the block, in the main thread. An interrupted
     clean-up would leave processes behind."""
     received: list[int] = []

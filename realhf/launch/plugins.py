@@ -56,9 +56,9 @@ def load_experiment(
         where = str(user_file) if user_file else f"{plugin.replace('.', '/')}.py"
         raise ConfigError(f"experiment={name}: {describe_user_error(error, where)}") from None
     kind = config_class(name, module)
-    if environment is not None and (chosen := getattr(module, "config_class", None)):
+    if environment is not None and (build_class := getattr(module, "config_class", None)):
         try:
-            kind = chosen(environment)
+            kind = build_class(environment)
         except ValueError as error:
             raise ConfigError(f"env.path={environment}: {error}") from None
     return ExperimentFile(name, plugin, module, kind)
@@ -72,18 +72,18 @@ def config_class(name: str, module: ModuleType) -> type[ExperimentConfig]:
     build = getattr(module, "build", None)
     if build is None:
         raise ConfigError(f"experiment={name}: {module.__file__} defines no build(config)")
-    first = next(iter(inspect.signature(build).parameters.values()), None)
-    if first is None or first.annotation is inspect.Parameter.empty:
+    parameter = next(iter(inspect.signature(build).parameters.values()), None)
+    if parameter is None or parameter.annotation is inspect.Parameter.empty:
         return ExperimentConfig
     try:
-        kind = _evaluate_annotation(first.annotation, vars(module))
+        kind = _evaluate_annotation(parameter.annotation, vars(module))
     except Exception as error:
         raise ConfigError(
-            f"experiment={name}: build({first.name}: {first.annotation}): {error}"
+            f"experiment={name}: build({parameter.name}: {parameter.annotation}): {error}"
         ) from None
     if not (isinstance(kind, type) and issubclass(kind, ExperimentConfig)):
         raise ConfigError(
-            f"experiment={name}: build({first.name}: {first.annotation}) must take an "
+            f"experiment={name}: build({parameter.name}: {parameter.annotation}) must take an "
             f"ExperimentConfig"
         )
     _check_class(name, kind)
@@ -166,7 +166,7 @@ METHODS = ("start", "wait", "kill", "stop")
 """Methods that a scheduler must have."""
 
 
-def definition_of(reference: str) -> SchedulerDefinition:
+def load_scheduler(reference: str) -> SchedulerDefinition:
     """Return the scheduler that ``reference`` names: a registered name, ``file.py:Name`` or
     ``package.module:Name``.
 
@@ -197,12 +197,12 @@ def with_scheduler(config: type[C], reference: str) -> type[C]:
     """Return ``config`` with the options of a scheduler as its section ``scheduler``.
 
     Raises ValueError for an unknown scheduler, and for options that cannot be a section."""
-    options = definition_of(reference).options
+    options = load_scheduler(reference).options
     if not (isinstance(options, type) and is_dataclass(options)):
         raise ValueError(f"{reference}: options must be a dataclass, not {options!r}")
     if any(field.name == "path" for field in fields(options)):
         raise ValueError(
-            f"{reference}: {options.__name__}.path: this name is taken, call the option otherwise"
+            f"{reference}: {options.__name__}.path: this name is reserved; rename the option"
         )
     about = "Scheduler to use: a registered name, or FILE.py:Name for a custom one."
     try:
@@ -210,7 +210,7 @@ def with_scheduler(config: type[C], reference: str) -> type[C]:
         kind()
     except Exception as error:
         raise ValueError(
-            f"{reference}: {options.__name__}: {describe_user_error(error, _file_of(reference))}"
+            f"{reference}: {options.__name__}: {describe_user_error(error, _find_file(reference))}"
         ) from None
     return with_section(config, "scheduler", kind)
 
@@ -232,26 +232,26 @@ def with_algorithm(config: type[C], reference: str) -> type[C]:
         return with_section(config, "algorithm", options)
     except Exception as error:
         raise ValueError(
-            f"ppo.algo={reference}: {options.__name__}: {describe_user_error(error, _file_of(reference))}"
+            f"ppo.algo={reference}: {options.__name__}: {describe_user_error(error, _find_file(reference))}"
         ) from None
 
 
-def options_of(section: Any) -> Any:
+def read_scheduler_options(section: Any) -> Any:
     """Return the section ``scheduler`` of a configuration as an instance of the scheduler's own
     options class."""
-    options = definition_of(section.path).options
+    options = load_scheduler(section.path).options
     return options(**{field.name: getattr(section, field.name) for field in fields(options)})
 
 
 def make_scheduler(section: Any) -> Scheduler:
     """Return the scheduler for the section ``scheduler`` of a configuration. Raises ValueError if
     it cannot be made."""
-    definition = definition_of(section.path)
+    definition = load_scheduler(section.path)
     try:
-        scheduler = definition.make(options_of(section))
+        scheduler = definition.make(read_scheduler_options(section))
     except Exception as error:
         raise ValueError(
-            f"{section.path}: {describe_user_error(error, _file_of(section.path))}"
+            f"{section.path}: {describe_user_error(error, _find_file(section.path))}"
         ) from error
     if missing := [name for name in METHODS if not callable(getattr(scheduler, name, None))]:
         raise ValueError(
@@ -261,5 +261,5 @@ def make_scheduler(section: Any) -> Scheduler:
     return scheduler
 
 
-def _file_of(reference: str) -> str:
+def _find_file(reference: str) -> str:
     return str(split_reference(reference).file or "")

@@ -27,7 +27,7 @@ from realhf.api.experiment import ExperimentSpec, JobSpec, RunPlan
 from realhf.base import process_clock
 from realhf.base.loopback import free_port, is_loopback_host
 from realhf.launch.allocation import MEMORY_ADVICE
-from realhf.launch.interrupts import Interrupted, StopSignals, undisturbed
+from realhf.launch.interrupts import Interrupted, StopSignals, defer_signals
 from realhf.monitor.display import Display
 from realhf.monitor.events import parse_event
 from realhf.monitor.run_files import note_death
@@ -54,7 +54,7 @@ STOPS = (
     "the run saves a checkpoint of its last finished step and ends; a second signal ends it without"
 )
 BEGINS_AGAIN = "the run begins again from its last checkpoint"
-PUNCTUAL_S = 5.0
+ON_TIME_S = 5.0
 """If one wait took longer than this many seconds, the launcher was suspended or busy. It then reads
 the queued messages of the master before it enforces deadlines."""
 MASTER_GRACE_S = 5.0
@@ -63,7 +63,7 @@ cleanly was dismissed by the master, which ends later and knows the reason; one 
 connection to the master may simply have noticed the master's death first."""
 TAIL_LINES = 8
 """Number of log lines quoted for a process that failed without a message."""
-LESS_MEMORY = {
+MEMORY_ADVICE_BY_KIND = {
     "model_worker": MEMORY_ADVICE,
     "generation": "lower rollout.sessions or rollout.max_total_tokens, or take a smaller model",
     "rollout_worker": "lower rollout.sessions or rollout.max_total_tokens",
@@ -115,7 +115,7 @@ def run_job(job: JobSpec, scheduler: Scheduler, log: Path, display: Display) -> 
             if not job.artifact.exists():
                 raise
     finally:
-        with undisturbed():
+        with defer_signals():
             scheduler.stop(STOP_GRACE_S)
             if partial.is_dir():
                 shutil.rmtree(partial, ignore_errors=True)
@@ -188,8 +188,8 @@ def _run_once(
     """Run all processes until the master has ended, and return the summary that it reported."""
     summary: dict[str, Any] | None = None
     leave_by = float("inf")
-    judge_at = float("inf")  # When the exits in ``ended`` are handled; see MASTER_GRACE_S.
-    ended: list[WorkerExit] = []
+    handle_exits_at = float("inf")  # When ``pending_exits`` are handled; see MASTER_GRACE_S.
+    pending_exits: list[WorkerExit] = []
     stopping = False
     run_id = secrets.token_hex(6)
     key_file = make_keys(plan)
@@ -215,7 +215,7 @@ def _run_once(
                 elif isinstance(event, Notice):
                     display.show({"kind": "warning", "text": event.text})
                 elif isinstance(event, WorkersWanted):
-                    elastic.wanted.append(event)
+                    elastic.requests.append(event)
                 elif isinstance(event, RestartRequest) and summary is None:
                     raise RunRestart(event.why)
                 message = (
@@ -241,30 +241,30 @@ def _run_once(
                     leave_by = process_clock.now() + LEAVE_TIMEOUT_S
             # If this process was suspended, or busy with the files of a host, the workers may be on
             # time although their messages have not been read yet.
-            punctual = process_clock.now() - waiting_since < PUNCTUAL_S
-            for order in supervisor.pop_kill_orders() if punctual else ():
+            on_time = process_clock.now() - waiting_since < ON_TIME_S
+            for order in supervisor.pop_kill_orders() if on_time else ():
                 scheduler.kill(order.name, order.cause, pid=order.pid, started=order.started)
             if exits:
-                ended += exits
-                judge_at = process_clock.now() + (
-                    MASTER_GRACE_S if all(map(_may_follow_master, ended)) else 0.0
+                pending_exits += exits
+                handle_exits_at = process_clock.now() + (
+                    MASTER_GRACE_S if all(map(_may_follow_master, pending_exits)) else 0.0
                 )
-            if ended and summary is None and process_clock.now() >= judge_at:
+            if pending_exits and summary is None and process_clock.now() >= handle_exits_at:
                 _replace_workers(
-                    sorted(ended, key=_root_cause_rank),
+                    sorted(pending_exits, key=_root_cause_rank),
                     scheduler,
                     display,
                     supervisor,
                     plan.spec.run_dir,
                 )
-                ended.clear()
+                pending_exits.clear()
             if plan.spec.rollout is not None and summary is None:
-                elastic.start_wanted(scheduler, supervisor, display)
+                elastic.start_requested(scheduler, supervisor, display)
             if any(event.name == MASTER for event in exits):
                 break
     finally:
         signals.deferred = False
-        with undisturbed():
+        with defer_signals():
             scheduler.stop(STOP_GRACE_S)
             if key_file is not None:
                 forget(key_file)
@@ -285,7 +285,7 @@ def _replace_workers(
     Raises WorkerFailed for the first worker that cannot be restarted and that the run cannot
     continue without; none of the others is restarted then."""
     successors = {exit_.name: supervisor.successor(exit_) for exit_ in exits}
-    vital = [
+    vital_names = [
         name
         for name, spec in successors.items()
         if spec is None and not supervisor.is_dispensable(name)
@@ -293,33 +293,38 @@ def _replace_workers(
     for exit_ in exits:
         spec = successors[exit_.name]
         message = failure_message(exit_)
-        refused = ""
-        if vital and exit_.name not in vital:
-            then = f"the run cannot go on without {vital[0]}"
-            note_death(run_dir, exit_.name, message.splitlines()[0], then)
-            display.show({"kind": "warning", "text": f"{message}; {then}"})
+        start_error = ""
+        if vital_names and exit_.name not in vital_names:
+            consequence = f"the run cannot go on without {vital_names[0]}"
+            note_death(run_dir, exit_.name, message.splitlines()[0], consequence)
+            display.show({"kind": "warning", "text": f"{message}; {consequence}"})
             continue
         if spec is not None:
             try:
                 scheduler.start(spec)
             except OSError as error:
                 spec = None
-                refused = f"it cannot be started again: {error}"
+                start_error = f"it cannot be started again: {error}"
             else:
                 supervisor.on_start(spec)
         if spec is not None:
             message = message.splitlines()[0]
-            then = "it is started again"
+            consequence = "it is started again"
         elif supervisor.is_dispensable(exit_.name):
-            then = f"{refused or 'it failed too often'}; the run goes on without it"
+            consequence = f"{start_error or 'it failed too often'}; the run goes on without it"
         else:
-            then = refused
+            consequence = start_error
         note_death(
-            run_dir, exit_.name, message.splitlines()[0], then or "the run cannot go on without it"
+            run_dir,
+            exit_.name,
+            message.splitlines()[0],
+            consequence or "the run cannot go on without it",
         )
         if spec is None and not supervisor.is_dispensable(exit_.name):
-            raise WorkerFailed(f"{message}; {refused}" if refused else message)
-        display.show({"kind": "warning", "text": f"{message}{'; ' if spec else chr(10)}{then}"})
+            raise WorkerFailed(f"{message}; {start_error}" if start_error else message)
+        display.show(
+            {"kind": "warning", "text": f"{message}{'; ' if spec else chr(10)}{consequence}"}
+        )
 
 
 def failure_message(exit_: WorkerExit) -> str:
@@ -341,11 +346,11 @@ def failure_message(exit_: WorkerExit) -> str:
     if cause:
         return f"{exit_.name} failed: {cause} {where}"
     if exit_.cause.startswith(OOM_KILLED):
-        return f"{exit_.name} was {exit_.cause}; {LESS_MEMORY.get(kind, 'give it more')} {where}"
-    tail = "\n".join(
+        return f"{exit_.name} was {exit_.cause}; {MEMORY_ADVICE_BY_KIND.get(kind, 'give it more')} {where}"
+    log_lines = "\n".join(
         f"  | {line}" for line in read_log_lines(exit_.log, TAIL_LINES, exit_.log_from)
     )
-    log_end = f"; its log ends:\n{tail}" if tail else ""
+    log_end = f"; its log ends:\n{log_lines}" if log_lines else ""
     return f"{exit_.name} ended before the run did: {exit_.reason} {where}{log_end}"
 
 
@@ -460,18 +465,20 @@ class ElasticWorkers:
         names = plan.spec.rollout.workers if plan.spec.rollout else []
         self._next_number = Counter(name.partition("/")[0] for name in names)
         """Number of the next worker of each kind."""
-        self.wanted: list[WorkersWanted] = []
+        self.requests: list[WorkersWanted] = []
         """Requests for workers that have not been started yet."""
         self.master = ""
         """Address of the master, "" until it listens."""
 
-    def start_wanted(self, scheduler: Scheduler, supervisor: Supervisor, display: Display) -> None:
+    def start_requested(
+        self, scheduler: Scheduler, supervisor: Supervisor, display: Display
+    ) -> None:
         """Start the requested workers. Requests for a host that has left since are dropped with a
         warning."""
         if not self.master:
             return
         join = ("--run-id", self._run_id, "--master", self.master, *_keys_option(self._key_file))
-        for request in self.wanted:
+        for request in self.requests:
             first = self._next_number[request.kind]
             names = [f"{request.kind}/{first + number}" for number in range(request.count)]
             try:
@@ -486,7 +493,7 @@ class ElasticWorkers:
                     {"kind": "warning", "text": f"{', '.join(names)} are started on {request.host}"}
                 )
             self._next_number[request.kind] += request.count
-        self.wanted.clear()
+        self.requests.clear()
 
 
 RESTARTABLE = ("rollout_worker", "generation", "env")
@@ -496,11 +503,11 @@ ONE_OF_SEVERAL = ("rollout_worker", "generation")
 MAX_ERRORS = 3
 """Number of errors of a worker after which it is not restarted."""
 MAX_QUICK_DEATHS = 3
-"""Number of successive deaths within ``QUICK_S`` of the start after which a worker is not
+"""Number of successive deaths within ``QUICK_DEATH_S`` of the start after which a worker is not
 restarted."""
-QUICK_S = 10.0
+QUICK_DEATH_S = 10.0
 """Lifetime in seconds below which a death counts as quick."""
-LEAVE_S = 30.0
+EXIT_AFTER_LEAVING_S = 30.0
 """Time in seconds that the process of a worker gets to exit after it has left the master. A worker
 that stops a vLLM server takes up to 20 s, and reports its reason only then."""
 MASTER = "master"
@@ -527,7 +534,7 @@ class Supervisor:
 
     With ``replaces``, as in asynchronous runs, a worker is restarted after up to ``MAX_ERRORS``
     errors of its own, and after any number of kills unless it dies ``MAX_QUICK_DEATHS`` times in a
-    row within ``QUICK_S`` seconds of its start. ``join_s`` is the time in seconds that a worker
+    row within ``QUICK_DEATH_S`` seconds of its start. ``join_s`` is the time in seconds that a worker
     gets to register with the master."""
 
     def __init__(self, *, replaces: bool = True, join_s: float = 240.0) -> None:
@@ -538,7 +545,7 @@ class Supervisor:
         self._errors: Counter[str] = Counter()
         self._quick_deaths: Counter[str] = Counter()
         self._running: set[str] = set()
-        self._left: set[str] = set()
+        self._departed: set[str] = set()
         """Workers that have left the master in an orderly way, whose exit is no error."""
         self._join_deadlines: dict[str, float] = {}
         """Deadlines of started workers that have not registered yet."""
@@ -551,7 +558,7 @@ class Supervisor:
         """Record that a worker was started."""
         self._specs[spec.name] = (spec, process_clock.now())
         self._running.add(spec.name)
-        self._left.discard(spec.name)
+        self._departed.discard(spec.name)
         self._join_deadlines[spec.name] = process_clock.now() + self._join_s
 
     def on_deferred_start(self, name: str) -> None:
@@ -571,9 +578,11 @@ class Supervisor:
             wait_s = 0.0
             cause = f"killed: {message['reason']}"
             if message["left"]:
-                self._left.add(message["name"])
-                wait_s = LEAVE_S
-                cause = f"killed: it had left the run {LEAVE_S:g} s before and did not end"
+                self._departed.add(message["name"])
+                wait_s = EXIT_AFTER_LEAVING_S
+                cause = (
+                    f"killed: it had left the run {EXIT_AFTER_LEAVING_S:g} s before and did not end"
+                )
             order = KillOrder(message["name"], cause, message["pid"], message["started"])
             self._kill_orders[order.name] = (process_clock.now() + wait_s, order)
         else:
@@ -611,9 +620,9 @@ class Supervisor:
         spec, since = self._specs[exit_.name]
         # An early exit with code 0 counts as an error: an environment's code may call sys.exit().
         self._errors[exit_.name] += exit_.exit_code > 0 or (
-            exit_.exit_code == 0 and exit_.name not in self._left
+            exit_.exit_code == 0 and exit_.name not in self._departed
         )
-        quick = process_clock.now() - since < QUICK_S
+        quick = process_clock.now() - since < QUICK_DEATH_S
         self._quick_deaths[exit_.name] = self._quick_deaths[exit_.name] + 1 if quick else 0
         if (
             self._errors[exit_.name] > MAX_ERRORS

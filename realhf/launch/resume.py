@@ -78,27 +78,27 @@ def check_resume(config: ExperimentConfig, effective: Sequence[str] = ()) -> Res
     if newest is None and not any(map(_has_content, (folder / "journal", folder / "trajectory"))):
         return None
     step, state = newest or (0, {})
-    before = state.get("options") or _read_options(folder, config)
-    changes = find_changes(config, before) if before else []
+    earlier = state.get("options") or _read_options(folder, config)
+    changes = find_changes(config, earlier) if earlier else []
     changes = [change for change in changes if not effective or change.name in effective]
     start = f"trial_name={config.trial_name}: {folder} holds a run"
-    if refused := [change for change in changes if change.on_resume == "refuses"]:
+    if refused_changes := [change for change in changes if change.on_resume == "refuses"]:
         raise ConfigError(
-            f"{start} that has made {step} steps with other options: {_format_changes(refused)}; "
+            f"{start} that has made {step} steps with other options: {_format_changes(refused_changes)}; "
             f"choose another "
             "trial_name, continue with its own options, or start it over with "
             "recover_mode=disabled"
         )
-    warned = [change for change in changes if change.on_resume == "warns"]
-    late = [change for change in warned if change.name != "total_train_steps"]
-    if late and step >= config.total_train_steps:
+    warning_changes = [change for change in changes if change.on_resume == "warns"]
+    without_effect = [change for change in warning_changes if change.name != "total_train_steps"]
+    if without_effect and step >= config.total_train_steps:
         raise ConfigError(
             f"{start} that is complete with {step} steps, so other options have no effect: "
-            f"{_format_changes(late)}; "
+            f"{_format_changes(without_effect)}; "
             "choose another trial_name, train further with a larger total_train_steps, or start "
             "it over with recover_mode=disabled"
         )
-    return Resumption(step, tuple(warned), bool(before))
+    return Resumption(step, tuple(warning_changes), bool(earlier))
 
 
 def plain_options(config: ExperimentConfig) -> dict[str, Any]:
@@ -144,10 +144,12 @@ def find_changes(config: ExperimentConfig, before: Mapping[str, Any]) -> list[Op
     )
 
 
-def resume_line(arguments: Sequence[str], trial_name: str) -> str:
+def resume_command(arguments: Sequence[str], trial_name: str) -> str:
     """Return the command that resumes a run whose trial name was generated."""
-    again = [text for text in arguments if not text.startswith(("recover_mode=", "trial_name="))]
-    return shlex.join([*LAUNCH, *again, f"trial_name={trial_name}"])
+    kept_arguments = [
+        text for text in arguments if not text.startswith(("recover_mode=", "trial_name="))
+    ]
+    return shlex.join([*LAUNCH, *kept_arguments, f"trial_name={trial_name}"])
 
 
 _MISSING = object()

@@ -29,7 +29,7 @@ from realhf.launch.build import BuiltExperiment
 from realhf.launch.interrupts import Interrupted, StopSignals
 from realhf.launch.plugins import make_scheduler
 from realhf.launch.processes import LaunchError, run_job, run_workers
-from realhf.launch.resume import Resumption, plain_options, resume_line
+from realhf.launch.resume import Resumption, plain_options, resume_command
 from realhf.monitor.display import Display, make_display
 from realhf.monitor.provenance import EFFECTIVE, origin, record_launch
 from realhf.monitor.summary import build_held_out_table
@@ -55,11 +55,11 @@ def run_to_the_end(
     config = built.config
     named = any(text.startswith("trial_name=") for text in arguments)
     signals = StopSignals()
-    go_on = "" if named else f"to go on with it: {resume_line(arguments, config.trial_name)}"
+    go_on = "" if named else f"to go on with it: {resume_command(arguments, config.trial_name)}"
     try:
-        with adopt_orphans(), signals.installed(), _locked(built.spec.run_dir):
+        with adopt_orphans(), signals.install(), _lock_folder(built.spec.run_dir):
             if config.recover_mode is RecoverMode.disabled:
-                for path in list(removable(built.spec.run_dir)):
+                for path in list(find_removable_files(built.spec.run_dir)):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(
                         missing_ok=True
                     )
@@ -185,7 +185,7 @@ def _scheduler(built: BuiltExperiment) -> Scheduler:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[None]:
     """One launcher per run folder. Raises ConfigError when there is one already."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -248,7 +248,7 @@ class RunFile(NamedTuple):
     """The processes that write it."""
     written: WriteMode
     """How it is written."""
-    kept: bool = False
+    survives_reset: bool = False
     """Whether it is kept when the run starts over (``recover_mode=disabled``). Everything that a
     run has learned or recorded is deleted, so that two histories are not read as one."""
     read: bool = False
@@ -260,11 +260,11 @@ RUN_FILES = (
     RunFile("provenance.json", "launcher, master", "whole", read=True),
     RunFile(PASSPORT_FILE, "launcher", "whole"),
     RunFile("plan.json", "launcher", "whole"),
-    RunFile(".lock", "launcher", "whole", kept=True),
-    RunFile(".keys-*", "launcher", "whole", kept=True),
-    RunFile("note.json", "python -m realhf.view note", "whole", kept=True),
+    RunFile(".lock", "launcher", "whole", survives_reset=True),
+    RunFile(".keys-*", "launcher", "whole", survives_reset=True),
+    RunFile("note.json", "python -m realhf.view note", "whole", survives_reset=True),
     RunFile("logs", "every process", "folder"),
-    RunFile("warm_start-*", "master of the warm start", "folder", kept=True),
+    RunFile("warm_start-*", "master of the warm start", "folder", survives_reset=True),
     RunFile("placements.jsonl", "launcher", "appended"),
     RunFile("deaths.jsonl", "launcher", "appended"),
     RunFile("graph.md", "master", "whole"),
@@ -297,11 +297,11 @@ RUN_FILES = (
 """All files that a run writes. Other files in a run folder are never touched."""
 
 
-def removable(run_dir: Path) -> Iterator[Path]:
+def find_removable_files(run_dir: Path) -> Iterator[Path]:
     """Yield the existing files to delete when a run starts over, including incomplete files of
     killed processes and damaged ones that were set aside."""
     for file in RUN_FILES:
-        if not file.kept:
+        if not file.survives_reset:
             leftovers = (f".{file.name}.*.tmp", f".{file.name}.*.old")
             for pattern in (
                 file.name,
@@ -340,7 +340,7 @@ def _find_fault(file: RunFile, path: Path) -> str:
     return ""
 
 
-def unknown_files(run_dir: Path) -> list[str]:
+def find_unknown_files(run_dir: Path) -> list[str]:
     """Return the names in a run folder that are not in ``RUN_FILES``."""
     known = [pattern for file in RUN_FILES for pattern in (file.name, f"{file.name}{DAMAGED}*")]
     return sorted(

@@ -70,12 +70,12 @@ def check_tool_calls(built: BuiltExperiment) -> None:
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"actor.path={path}: to check its calls of tools took longer than {_TIMEOUT_S:g} s; "
-            f"python -m {_CHECK} {environment.reference} --model {path} does it alone"
+            f"actor.path={path}: the check of its tool calls took longer than {_TIMEOUT_S:g} s; "
+            f"python -m {_CHECK} {environment.reference} --model {path} runs it alone"
         ) from None
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [
-            "the check of its calls of tools died without a word"
+            "the check of its tool calls failed without a message"
         ]
         raise ConfigError(
             f"actor.path={path}: {lines[-1]}; the environment {environment.spec.name} would see no "

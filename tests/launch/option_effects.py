@@ -33,7 +33,7 @@ from realhf.api.option import NamedOption, walk
 from realhf.base.dataclass_json import to_json_value
 from realhf.launch.build import build_experiment
 from realhf.launch.checks import check_config
-from realhf.launch.compose import Composed, compose_config, experiment_names
+from realhf.launch.compose import ComposedConfig, compose_config, experiment_names
 from realhf.registry import registered_names
 from tests.launch.acting_parts import BATCH, FILE, LOSS, ActingParts
 from tests.launch.options_elsewhere import ELSEWHERE, ONE_VALUE, TOLD
@@ -161,25 +161,25 @@ class Sight(NamedTuple):
     """An experiment whose options are looked at: its configuration, and its plan as it is and as
     text."""
 
-    composed: Composed
+    composed: ComposedConfig
     spec: ExperimentSpec
     text: str
 
 
-def base_of(experiment: str) -> Composed:
+def base_of(experiment: str) -> ComposedConfig:
     """The experiment with its defaults, on a small environment where it takes any."""
     environment = [] if experiment.endswith(("aws", "aws_async", "http")) else ["env=files"]
     return compose_config([f"experiment={experiment}", "trial_name=effects", *environment])
 
 
-def sight_of(composed: Composed) -> Sight:
+def sight_of(composed: ComposedConfig) -> Sight:
     """Raises ConfigError where the experiment cannot be built."""
     check_config(composed.config)
     spec = build_experiment(composed).spec
     return Sight(composed, spec, as_text(spec))
 
 
-def with_values(composed: Composed, values: Mapping[str, Any]) -> Composed:
+def with_values(composed: ComposedConfig, values: Mapping[str, Any]) -> ComposedConfig:
     """The same with other values of options, as a person sets them."""
     config = copy.deepcopy(composed.config)
     for name, value in values.items():
@@ -191,7 +191,7 @@ def with_values(composed: Composed, values: Mapping[str, Any]) -> Composed:
     return composed._replace(config=config, overridden=(*composed.overridden, *values))
 
 
-def other_values(composed: Composed, found: NamedOption) -> Iterator[Any]:
+def other_values(composed: ComposedConfig, found: NamedOption) -> Iterator[Any]:
     """Values that an option may have beside its own, the likeliest first."""
     last = found.name.rpartition(".")[2]
     for value in (*OWN.get(found.name, ()), *OWN_LAST.get(last, ())):
@@ -320,7 +320,7 @@ class Table:
             return MESSAGE, f"(at work) {str(error).splitlines()[0]}"
         return (PLAN, "") if difference is None else (difference.kind, difference.detail)
 
-    def _companions(self, name: str, composed: Composed) -> dict[str, Any]:
+    def _companions(self, name: str, composed: ComposedConfig) -> dict[str, Any]:
         """What is set beside an option; only what this experiment has."""
         fitting = [
             each
@@ -340,7 +340,7 @@ class Table:
     def _placed(self, values: Mapping[str, Any]) -> dict[str, Any]:
         return {name: self._places.get(str(value), value) for name, value in values.items()}
 
-    def _reason(self, composed: Composed, found: NamedOption) -> str:
+    def _reason(self, composed: ComposedConfig, found: NamedOption) -> str:
         if not any(True for _ in other_values(composed, found)):
             return ONE_VALUE
         return entry(ELSEWHERE, found.name)
@@ -351,7 +351,7 @@ RANK: Mapping[str, int] = MappingProxyType(
 )
 
 
-def with_small(composed: Composed) -> Composed:
+def with_small(composed: ComposedConfig) -> ComposedConfig:
     """The same, cheaper to look at where the experiment has what costs."""
     values = {name: int(value) for name, value in (each.split("=") for each in SMALL)}
     small = composed

@@ -17,12 +17,12 @@ from realhf.launch.allocation import (
     allocate,
     check_offload,
     estimate_needs,
-    memory_lines,
-    shortages,
+    find_shortages,
+    format_estimate,
 )
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
-from realhf.launch.plugins import definition_of, options_of
+from realhf.launch.plugins import load_scheduler, read_scheduler_options
 from realhf.scheduler.base import WorkerExit, WorkerSpec
 from realhf.scheduler.gpus import VISIBLE
 from realhf.scheduler.local import LocalScheduler
@@ -96,9 +96,11 @@ def test_workers_on_other_hosts_have_the_gpus_of_those():
         scheduler = compose_config(
             ["experiment=grpo_aws_async", *joined, *options]
         ).config.scheduler
-        elsewhere = definition_of("join").elsewhere
+        elsewhere = load_scheduler("join").elsewhere
         assert elsewhere is not None
-        return allocate(spec, AllocationConfig(), there, partial(elsewhere, options_of(scheduler)))
+        return allocate(
+            spec, AllocationConfig(), there, partial(elsewhere, read_scheduler_options(scheduler))
+        )
 
     assert given("scheduler.placement={model_worker/1:beta}", there=1) == {"model_worker/0": 0}, (
         "generation has beta's"
@@ -279,9 +281,11 @@ def test_a_plan_that_does_not_fit_is_told_at_the_check(folder, monkeypatch, caps
 
 def test_what_is_not_known_is_said():
     unknown = MemoryNeed("model_worker/0", "actor", "owner/name", None, None)
-    lines = [*memory_lines([unknown], {})]
-    assert "the size of owner/name is not known" in lines[1] and [*shortages([unknown], {})] == []
-    assert [*memory_lines([], {})] == []
+    lines = [*format_estimate([unknown], {})]
+    assert (
+        "the size of owner/name is not known" in lines[1] and [*find_shortages([unknown], {})] == []
+    )
+    assert [*format_estimate([], {})] == []
 
 
 def test_free_memory_is_that_of_the_container(monkeypatch):

@@ -23,7 +23,7 @@ from realhf.env.loader.load import build_environment
 from realhf.launch.__main__ import main
 from realhf.launch.build import build_experiment
 from realhf.launch.checks import check_config
-from realhf.launch.compose import Schema, choices, compose_config
+from realhf.launch.compose import Schema, compose_config, list_choices
 from realhf.registry import environments
 
 UNSOLVED = Path(__file__).resolve().parents[2] / "examples" / "your_environment.py"
@@ -577,7 +577,7 @@ def test_values_arrive_with_their_types():
 @pytest.mark.slow
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(
-    ("group", "choice"), [(g, c) for g in ("model", "env", "scheduler") for c in choices(g)]
+    ("group", "choice"), [(g, c) for g in ("model", "env", "scheduler") for c in list_choices(g)]
 )
 def test_every_choice_of_every_group_is_valid(group, choice, tiny_policy):
     """A model that a command has to make first is stood in for by another one."""

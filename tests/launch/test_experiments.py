@@ -14,7 +14,7 @@ from realhf.api.config import ConfigError, ExperimentConfig
 from realhf.base.installation import CONFIGS, PACKAGE
 from realhf.launch.__main__ import main
 from realhf.launch.build import build_experiment
-from realhf.launch.compose import choices, compose_config, experiment_names
+from realhf.launch.compose import compose_config, experiment_names, list_choices
 from realhf.launch.help import help_text, options_reference, scheduler_schemas
 from realhf.launch.plugins import load_experiment
 
@@ -284,7 +284,7 @@ def test_a_choice_about_one_section_of_which_nothing_is_read(configs):
 def test_what_is_shipped_has_effect(experiment):
     environment = [] if "aws" in experiment or "stream" in experiment else ["env.path=countdown"]
     build(CONFIGS, f"experiment={experiment}", *environment)
-    for model in choices("model"):
+    for model in list_choices("model"):
         build(CONFIGS, f"experiment={experiment}", f"model={model}", *environment)
 
 

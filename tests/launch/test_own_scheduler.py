@@ -15,7 +15,7 @@ from realhf.api.config import ConfigError, ExperimentConfig
 from realhf.base.installation import CONFIGS
 from realhf.launch.__main__ import main
 from realhf.launch.compose import compose_config
-from realhf.launch.plugins import definition_of, make_scheduler, with_scheduler
+from realhf.launch.plugins import load_scheduler, make_scheduler, with_scheduler
 from realhf.scheduler.local import LocalScheduler
 
 HERE = Path(__file__).resolve().parent
@@ -220,4 +220,4 @@ def test_the_scheduler_of_this_machine_is_the_default():
         make_scheduler(with_scheduler(ExperimentConfig, "local")().scheduler).__class__
         is LocalScheduler
     )
-    assert definition_of("local") is definition_of("realhf.scheduler.local:DEFINITION")
+    assert load_scheduler("local") is load_scheduler("realhf.scheduler.local:DEFINITION")

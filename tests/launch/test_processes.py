@@ -19,10 +19,10 @@ from realhf.launch import run as launch_run
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
 from realhf.launch.processes import (
-    LEAVE_S,
+    EXIT_AFTER_LEAVING_S,
     MAX_ERRORS,
     MAX_QUICK_DEATHS,
-    QUICK_S,
+    QUICK_DEATH_S,
     ElasticWorkers,
     KillOrder,
     LaunchError,
@@ -304,7 +304,7 @@ def test_only_workers_that_hold_nothing_have_successors(clock):
         "trajectory/0",
     )
     watch = supervisor(*names)
-    clock.now = 2 * QUICK_S
+    clock.now = 2 * QUICK_DEATH_S
     again = [name for name in names if watch.successor(end(name)) == spec(name)]
     assert again == ["rollout_worker/1", "generation/0", "env/0"]
     assert watch.successor(end("rollout_worker/7")) is None, "a stranger"
@@ -314,7 +314,7 @@ def test_only_workers_that_hold_nothing_have_successors(clock):
 def test_one_that_is_killed_now_and_then_is_started_for_ever(clock):
     watch = supervisor("generation/0")
     for _ in range(50):
-        clock.now += QUICK_S
+        clock.now += QUICK_DEATH_S
         assert watch.successor(end("generation/0")) is not None
         watch.on_start(spec("generation/0"))
 
@@ -322,10 +322,10 @@ def test_one_that_is_killed_now_and_then_is_started_for_ever(clock):
 def test_one_that_dies_at_once_again_and_again_is_not(clock):
     watch = supervisor("generation/0", "generation/1")
     for _ in range(MAX_QUICK_DEATHS):
-        clock.now += QUICK_S / 2
+        clock.now += QUICK_DEATH_S / 2
         assert watch.successor(end("generation/0")) is not None
         watch.on_start(spec("generation/0"))
-    clock.now += QUICK_S / 2
+    clock.now += QUICK_DEATH_S / 2
     assert watch.successor(end("generation/0")) is None
     assert watch.successor(end("generation/1")) is not None, "each is counted for itself"
 
@@ -334,20 +334,20 @@ def test_one_that_dies_at_once_again_and_again_is_not(clock):
 def test_one_that_fails_by_itself_may_do_so_a_few_times(clock, code):
     watch = supervisor("rollout_worker/0")
     for _ in range(MAX_ERRORS):
-        clock.now += 2 * QUICK_S
+        clock.now += 2 * QUICK_DEATH_S
         assert watch.successor(end("rollout_worker/0", code)) is not None
         watch.on_start(spec("rollout_worker/0"))
-    clock.now += 2 * QUICK_S
+    clock.now += 2 * QUICK_DEATH_S
     assert watch.successor(end("rollout_worker/0")) is not None, "being killed is no error"
     watch.on_start(spec("rollout_worker/0"))
-    clock.now += 2 * QUICK_S
+    clock.now += 2 * QUICK_DEATH_S
     assert watch.successor(end("rollout_worker/0", code)) is None
 
 
 def test_one_that_has_said_good_bye_ends_without_an_error(clock):
     watch = supervisor("generation/0")
     for _ in range(2 * MAX_ERRORS):
-        clock.now += 2 * QUICK_S
+        clock.now += 2 * QUICK_DEATH_S
         watch.on_message(
             {
                 "kind": "lost",
@@ -406,11 +406,11 @@ def test_whom_the_master_declares_dead_is_killed_and_only_that_process(clock):
     assert watch.pop_kill_orders() == []
     watch.on_message(lost("rollout_worker/0", left=True))
     assert watch.pop_kill_orders() == [], "its process may end by itself"
-    clock.now = LEAVE_S
+    clock.now = EXIT_AFTER_LEAVING_S
     assert [order.name for order in watch.pop_kill_orders()] == ["rollout_worker/0"]
     watch.on_message(lost("rollout_worker/0", left=True))
     watch.on_exit(end("rollout_worker/0"))
-    clock.now = 2 * LEAVE_S
+    clock.now = 2 * EXIT_AFTER_LEAVING_S
     assert watch.pop_kill_orders() == []
 
 
@@ -534,14 +534,17 @@ def test_who_lost_the_master_is_judged_when_others_may_have_lost_it_too(tmp_path
 def test_a_host_that_joins_gets_workers_with_new_names_once_the_master_listens(tmp_path):
     built = build_experiment(compose_config(["experiment=grpo_aws_async", f"fileroot={tmp_path}"]))
     more = ElasticWorkers(built.plan(built.spec, 0.0), "run", tmp_path / "keys")
-    more.wanted = [WorkersWanted("b", "rollout_worker", 2), WorkersWanted("gone", "generation", 1)]
+    more.requests = [
+        WorkersWanted("b", "rollout_worker", 2),
+        WorkersWanted("gone", "generation", 1),
+    ]
     watch = Supervisor()
     scheduler = FullScheduler("gone")
     display = QUIET
-    more.start_wanted(scheduler, watch, display)
-    assert scheduler.started == [] and more.wanted
+    more.start_requested(scheduler, watch, display)
+    assert scheduler.started == [] and more.requests
     more.master = "tcp://10.0.0.1:1"
-    more.start_wanted(scheduler, watch, display)
+    more.start_requested(scheduler, watch, display)
     assert [(made.name, made.host) for made in scheduler.started] == [
         ("rollout_worker/1", "b"),
         ("rollout_worker/2", "b"),
@@ -554,7 +557,7 @@ def test_a_host_that_joins_gets_workers_with_new_names_once_the_master_listens(t
         "--key-file",
         f"{tmp_path / 'keys'}",
     )
-    more.start_wanted(scheduler, watch, display)
+    more.start_requested(scheduler, watch, display)
     assert len(scheduler.started) == 2, "they are started once"
 
 

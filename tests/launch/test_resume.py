@@ -24,8 +24,8 @@ from realhf.launch.__main__ import main
 from realhf.launch.build import build_experiment
 from realhf.launch.checks import check_config
 from realhf.launch.compose import compose_config
-from realhf.launch.resume import check_resume, plain_options, resume_line
-from realhf.launch.run import RUN_FILES, removable, unknown_files
+from realhf.launch.resume import check_resume, plain_options, resume_command
+from realhf.launch.run import RUN_FILES, find_removable_files, find_unknown_files
 from realhf.monitor.provenance import describe_changes, launches, record_launch
 from realhf.registry import registered_names
 from tests.dataflow.checkpoints import save
@@ -302,7 +302,7 @@ def test_a_run_without_a_name_is_a_new_one_and_says_how_to_go_on(tmp_path):
     arguments = ["experiment=grpo", "env=sql", f"fileroot={tmp_path}", "recover_mode=disabled"]
     names = {compose_config(arguments).config.trial_name for _ in range(3)}
     assert len(names) == 3 and all(name.startswith(time.strftime("%Y%m")) for name in names)
-    line = resume_line(arguments, "20260101-000000-abcd")
+    line = resume_command(arguments, "20260101-000000-abcd")
     assert line.startswith("python -m realhf.launch experiment=grpo env=sql ")
     assert line.endswith(" trial_name=20260101-000000-abcd") and "recover_mode" not in line
 
@@ -346,13 +346,13 @@ def test_what_a_run_wrote_goes_when_it_begins_anew_and_nothing_else(tmp_path):
     made += [".policy.7.old", ".policy.7.tmp"]
     for name in made:
         (tmp_path / name).touch()
-    assert unknown_files(tmp_path) == [
+    assert find_unknown_files(tmp_path) == [
         ".policy.7.old",
         ".policy.7.tmp",
         "metrics.jsonl.partial",
         "notes.txt",
     ]
-    gone = {path.name for path in removable(tmp_path)}
+    gone = {path.name for path in find_removable_files(tmp_path)}
     assert (
         set(made) - gone == {"notes.txt", "note.json", ".lock", ".keys-x", "warm_start-x"}
         and "weights.jsonl" in gone

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from realhf.launch.run import unknown_files
+from realhf.launch.run import find_unknown_files
 from realhf.monitor.provenance import launches
 from tests.process_family import family, gone
 
@@ -192,7 +192,10 @@ def test_a_run_saves_everything_and_goes_on_where_it_ended(tmp_path):
         (0, {}),
         (3, {"total_train_steps": [3, 5]}),
     ]
-    assert "total_train_steps: 5" in (run / "config.yaml").read_text() and unknown_files(run) == []
+    assert (
+        "total_train_steps: 5" in (run / "config.yaml").read_text()
+        and find_unknown_files(run) == []
+    )
 
     afresh = launch(
         tmp_path, "experiment_name=skips", "total_train_steps=1", "recover_mode=disabled"
@@ -413,7 +416,7 @@ def test_the_best_policy_is_kept_beside_the_last_and_a_resumed_run_knows_how_goo
     assert "best held-out success 100.0 %, after step 2, is kept in" in " ".join(
         first.stdout.split()
     )
-    assert not (run / ".best_policy.candidate").exists() and not unknown_files(run)
+    assert not (run / ".best_policy.candidate").exists() and not find_unknown_files(run)
     again = launch(tmp_path, *options, "total_train_steps=4")
     assert again.returncode == 0, again.stderr
     assert kept() == (10.0, 2, 1.0)
