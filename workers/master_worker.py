@@ -195,7 +195,7 @@ class MasterWorker:
                 total_steps=self._spec.total_train_steps,
                 evaluation=self._spec.evaluation,
             )
-            stack.push_async_exit(self._log.leave)
+            stack.push_async_exit(self._log.close_async)
             await self._train(stack)
             await self._finish()
 
@@ -342,7 +342,7 @@ class MasterWorker:
                 if done < total
                 else f"nothing to train: {done} of {total} steps are done"
             )
-            self._log.phase(text)
+            self._log.announce(text)
         if done >= total and not self._evaluation_is_due(done, last=True):
             return
         if self._spec.rollout is not None:
@@ -350,7 +350,7 @@ class MasterWorker:
         await self._steps.start()
         await self._evaluate(done)
         if done < total:
-            self._log.phase("training")
+            self._log.announce("training")
             await stack.enter_async_context(self._executor)
             watcher = asyncio.create_task(self._show_activity())
             stack.callback(watcher.cancel)
@@ -408,7 +408,7 @@ class MasterWorker:
             if running.done():
                 return running.result()
             if self._executor.has_begun_training(step):
-                self._log.phase(
+                self._log.announce(
                     f"stopping: step {step + 1} is being trained; its checkpoint follows"
                 )
                 return await running
@@ -418,7 +418,7 @@ class MasterWorker:
                 if state.startswith("runs")
             ]
             if calls:
-                self._log.phase(
+                self._log.announce(
                     f"stopping as soon as the running calls have ended: {', '.join(calls)}"
                 )
             await self._executor.settle()
@@ -453,7 +453,7 @@ class MasterWorker:
                 self._events.emit(
                     "warning", text="the running held-out evaluation is cancelled and not repeated"
                 )
-            self._log.phase(f"stopping: saving a checkpoint of step {completed}")
+            self._log.announce(f"stopping: saving a checkpoint of step {completed}")
             await self._checkpoint(completed)
         self._report_stopped()
         raise RunStopped
@@ -500,7 +500,7 @@ class MasterWorker:
         metrics |= await self._steps.step_metrics(report)
         episodes += self._steps.list_transcripts(report)
         metrics |= self._host_load.measure(self._rpc.loads())
-        self._log.step(step, public_names(metrics, **self._named_calls), episodes)
+        self._log.record_step(step, public_names(metrics, **self._named_calls), episodes)
         for call in report.calls:
             if call.stats.get("skipped"):
                 self._log.record_skipped(step, call.mfc, call.ids, call.stats)
@@ -540,7 +540,7 @@ class MasterWorker:
         """Return whether an evaluation after ``step`` steps is due. ``last``: the run ends with
         this step."""
         evaluation = self._spec.evaluation
-        if evaluation is None or self._log.evaluations.at(step) is not None:
+        if evaluation is None or self._log.evaluations.report_at(step) is not None:
             return False
         return (
             last or step == 0 or (evaluation.every_steps > 0 and step % evaluation.every_steps == 0)
@@ -560,9 +560,11 @@ class MasterWorker:
         if await self._steps.evaluate(
             step, evaluation, lambda report: self._start_recording(step, evaluation, report)
         ):
-            self._log.phase(f"held-out evaluation {when}" + ("" if last else ", beside training"))
+            self._log.announce(
+                f"held-out evaluation {when}" + ("" if last else ", beside training")
+            )
             return
-        self._log.phase(f"held-out evaluation {when}")
+        self._log.announce(f"held-out evaluation {when}")
         await self._record_evaluation(
             step, evaluation, await self._run_evaluation(evaluation, step)
         )
@@ -588,7 +590,7 @@ class MasterWorker:
         if self._best is not None:
             await self._keep_if_best(self._best, step, evaluation, report)
             await asyncio.to_thread(self._best.discard_candidate)
-        self._log.evaluation(step, report)
+        self._log.record_evaluation(step, report)
 
     async def _keep_if_best(
         self, best: BestPolicy, step: int, evaluation: EvaluationSpec, report: Report
@@ -612,7 +614,7 @@ class MasterWorker:
         )
         await self._ask(worker, KEEP_EXPORT, request)
         await asyncio.to_thread(best.record, metrics)
-        self._log.phase(
+        self._log.announce(
             f"best held-out success so far: {metrics['success']:.1%}; the policy is kept in "
             f"{best.folder.name}"
         )
@@ -723,7 +725,7 @@ class MasterWorker:
         await self._ask(self._roles.workers_of(role)[0], EXPORT, ExportRequest(role, str(target)))
 
     async def _finish(self) -> None:
-        self._log.phase("exporting the policy")
+        self._log.announce("exporting the policy")
         await self._export()
         self._steps.record_end()
         summary = await asyncio.to_thread(

@@ -27,7 +27,7 @@ from realhf.api.config import BuiltinModelConfig
 from realhf.backends.builtin_policy import build_builtin_policy
 from realhf.dataflow.journal.audit import JournalTally, audit_folder
 from realhf.dataflow.journal.journal import ARCHIVE, JournalError
-from realhf.monitor.run_files import deaths
+from realhf.monitor.run_files import read_deaths
 
 MARKS = {
     "master": "workers.master_worker",
@@ -408,7 +408,7 @@ class KilledRun:
         reason."""
         return [
             f"{death.process}: {death.why.partition(' (log:')[0]}; {death.then}"
-            for death in deaths(self.folder)
+            for death in read_deaths(self.folder)
         ]
 
     def tail(self, lines: int = 12) -> str:

@@ -55,7 +55,7 @@ from realhf.cluster.operator import serve_operator
 from realhf.cluster.options import ELASTIC, ClusterOptions, elsewhere, placement_problems
 from realhf.cluster.own_host import describe_differences, fingerprint
 from realhf.cluster.placement import LAUNCHER, CandidateHost, ClusterError, kind_of
-from realhf.monitor.run_files import note_placement
+from realhf.monitor.run_files import record_placement
 from realhf.scheduler.base import (
     DeferredStart,
     Notice,
@@ -506,7 +506,7 @@ class ClusterScheduler:
         """
         if self._run_dir is not None and kind_of(process) != JOB:
             with contextlib.suppress(OSError):
-                note_placement(self._run_dir, host, process, lost=lost, made_of=made_of)
+                record_placement(self._run_dir, host, process, lost=lost, made_of=made_of)
 
     # ---- what happens
 

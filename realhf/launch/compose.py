@@ -291,7 +291,7 @@ def _find_component(
     """Return the chosen environment, scheduler or algorithm (``section``), or None.
 
     It is chosen by ``option``, by the file of ``section=NAME``, or by the experiment's YAML file
-    ``own``. A path in ``given`` is made absolute, so that every process finds it."""
+    ``own_file``. A path in ``values`` is made absolute, so that every process finds it."""
     name = option
     option = f"{section}.{option}"
     if option in values:
@@ -309,7 +309,7 @@ def _find_component(
 def _check_environment(
     experiment: str, env_argument: str, environment: str | None, fixed: str | None, config_dir: Path
 ) -> None:
-    """Raise ConfigError if the argument ``typed`` chooses an environment for an experiment with a
+    """Raise ConfigError if the argument ``env_argument`` chooses an environment for an experiment with a
     fixed one.
 
     ``fixed`` is that environment, "" for one without a name, None if the experiment has none."""

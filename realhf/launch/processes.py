@@ -30,7 +30,7 @@ from realhf.launch.allocation import MEMORY_ADVICE
 from realhf.launch.interrupts import Interrupted, StopSignals, defer_signals
 from realhf.monitor.display import Display
 from realhf.monitor.events import parse_event
-from realhf.monitor.run_files import note_death
+from realhf.monitor.run_files import record_death
 from realhf.scheduler.base import (
     DeferredStart,
     Notice,
@@ -296,7 +296,7 @@ def _replace_workers(
         start_error = ""
         if vital_names and exit_.name not in vital_names:
             consequence = f"the run cannot go on without {vital_names[0]}"
-            note_death(run_dir, exit_.name, message.splitlines()[0], consequence)
+            record_death(run_dir, exit_.name, message.splitlines()[0], consequence)
             display.show({"kind": "warning", "text": f"{message}; {consequence}"})
             continue
         if spec is not None:
@@ -314,7 +314,7 @@ def _replace_workers(
             consequence = f"{start_error or 'it failed too often'}; the run goes on without it"
         else:
             consequence = start_error
-        note_death(
+        record_death(
             run_dir,
             exit_.name,
             message.splitlines()[0],

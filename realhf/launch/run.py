@@ -31,7 +31,7 @@ from realhf.launch.plugins import make_scheduler
 from realhf.launch.processes import LaunchError, run_job, run_workers
 from realhf.launch.resume import Resumption, plain_options, resume_command
 from realhf.monitor.display import Display, make_display
-from realhf.monitor.provenance import EFFECTIVE, origin, record_launch
+from realhf.monitor.provenance import EFFECTIVE, describe_origin, record_launch
 from realhf.monitor.summary import build_held_out_table
 from realhf.scheduler.base import Scheduler
 from realhf.scheduler.process import adopt_orphans, describe_failure
@@ -124,7 +124,7 @@ def _describe_launch(
         OmegaConf.to_yaml(OmegaConf.structured(config)),
         plain_options(config),
         resumption.values if resumption else {},
-        origin(arguments) | {EFFECTIVE: list(built.effective)},
+        describe_origin(arguments) | {EFFECTIVE: list(built.effective)},
     )
 
 
@@ -159,9 +159,9 @@ def _run(
     summary."""
     for earlier in spec.before:
         if earlier.artifact is not None and artifact_exists(earlier.artifact):
-            display.say(f"{earlier.name}: found {earlier.artifact}")
+            display.print_line(f"{earlier.name}: found {earlier.artifact}")
             continue
-        display.say(
+        display.print_line(
             f"{earlier.name}: {earlier.total_train_steps} steps, into "
             f"{earlier.artifact or earlier.run_dir}"
         )
@@ -169,7 +169,7 @@ def _run(
     spec.run_dir.mkdir(parents=True, exist_ok=True)
     for job in spec.jobs:
         if artifact_exists(job.artifact):
-            display.say(f"{job.name}: found {job.artifact}")
+            display.print_line(f"{job.name}: found {job.artifact}")
         else:
             log = spec.run_dir / "logs" / f"{job.name}.log"
             run_job(job, _scheduler(built), log, display)

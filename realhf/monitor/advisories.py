@@ -10,8 +10,7 @@ from typing import Any
 
 from realhf.monitor.advisory_rules import RULES, SEVERITIES, Advisory, Evidence, MetricRow
 from realhf.monitor.provenance import read_config
-from realhf.monitor.rollouts.reader import RolloutStore
-from realhf.monitor.rollouts.reader import Row as RolloutRow
+from realhf.monitor.rollouts.reader import RolloutRow, RolloutStore
 
 OPTION = re.compile(
     r"\b(?:ppo|actor|critic|env|gen|rollout|async_rl|evaluation)\.[a-z_]\w*(?:\.[a-z]\w*)*"

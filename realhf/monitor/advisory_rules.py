@@ -108,11 +108,11 @@ def step_of(row: MetricRow) -> int:
 
 
 def find_start(
-    rows: Sequence[MetricRow], holds: Condition, least: int = LASTING_STEPS
+    rows: Sequence[MetricRow], holds: Condition, min_steps: int = LASTING_STEPS
 ) -> int | None:
     """Return the step since which a condition holds without interruption up to the end.
 
-    None if it does not hold at the end, or has held for fewer than ``least`` steps. Rows for which
+    None if it does not hold at the end, or has held for fewer than ``min_steps`` steps. Rows for which
     ``holds`` returns None are skipped.
     """
     since = 0
@@ -125,25 +125,25 @@ def find_start(
             break
         since = step_of(row)
         count += 1
-    return since if count >= least else None
+    return since if count >= min_steps else None
 
 
-def above(name: str, limit: float) -> Condition:
+def is_above(name: str, limit: float) -> Condition:
     """Build the condition that a metric is above a limit."""
     return lambda row: None if (value := read_number(row, name)) is None else value > limit
 
 
-def below(name: str, limit: float) -> Condition:
+def is_below(name: str, limit: float) -> Condition:
     """Build the condition that a metric is below a limit."""
     return lambda row: None if (value := read_number(row, name)) is None else value < limit
 
 
-def is_equal(name: str, wanted: float) -> Condition:
+def equals_value(name: str, expected: float) -> Condition:
     """Build the condition that a metric has this value."""
-    return lambda row: None if (value := read_number(row, name)) is None else value == wanted
+    return lambda row: None if (value := read_number(row, name)) is None else value == expected
 
 
-def all_of(*conditions: Condition) -> Condition:
+def hold_all(*conditions: Condition) -> Condition:
     """Build the condition that all of these hold; it is None where one of them is None."""
 
     def holds(row: MetricRow) -> bool | None:
@@ -167,10 +167,10 @@ def _condition_rule(
     advice: str,
     shown_by: RolloutFilter | None = None,
     *,
-    least: int = LASTING_STEPS,
+    min_steps: int = LASTING_STEPS,
     **metrics: str,
 ) -> Rule:
-    """Build the rule that reports a condition which has held for ``least`` steps up to the end.
+    """Build the rule that reports a condition which has held for ``min_steps`` steps up to the end.
 
     text: may contain ``{since}`` and the keys of ``metrics``. metrics: metric by key, of which the
     mean over the recent steps is inserted. shown_by: filter of the training rollouts from ``since``
@@ -178,7 +178,7 @@ def _condition_rule(
     """
 
     def rule(run: Evidence) -> Iterator[Advisory]:
-        since = find_start(run.rows, holds, least)
+        since = find_start(run.rows, holds, min_steps)
         if since is not None:
             now = {key: mean(run.recent, metric) or 0.0 for key, metric in metrics.items()}
             rollouts: RolloutFilter = (
@@ -247,7 +247,7 @@ def check_length(run: Evidence) -> Iterator[Advisory]:
         return
     longer = now > before
     limit = before * GROWN if longer else before / GROWN
-    since = _find_start_or_recent(run, (above if longer else below)("length/mean", limit))
+    since = _find_start_or_recent(run, (is_above if longer else is_below)("length/mean", limit))
     yield Advisory(
         "length_exploding" if longer else "length_collapsing",
         WARNING,
@@ -277,7 +277,7 @@ def check_groups(run: Evidence) -> Iterator[Advisory]:
         ):
             continue
         group = name.removeprefix("success/")
-        since = _find_start_or_recent(run, below(name, FALLEN_BEHIND))
+        since = _find_start_or_recent(run, is_below(name, FALLEN_BEHIND))
         yield Advisory(
             "group_failing",
             WARNING,
@@ -452,7 +452,7 @@ def check_entropy(run: Evidence) -> Iterator[Advisory]:
     now = mean(run.recent, "policy/entropy")
     if before is None or now is None or before <= 0 or now >= COLLAPSED * before:
         return
-    since = _find_start_or_recent(run, below("policy/entropy", COLLAPSED * before))
+    since = _find_start_or_recent(run, is_below("policy/entropy", COLLAPSED * before))
     yield Advisory(
         "entropy_collapse",
         WARNING,
@@ -478,7 +478,7 @@ def check_kl(run: Evidence) -> Iterator[Advisory]:
         WARNING,
         f"The KL divergence from the reference is {now:.3g} nats a token"
         + ("." if before is None else f"; in the first {RECENT} steps it was {before:.3g}."),
-        _find_start_or_recent(run, above("policy/kl_ref", limit)),
+        _find_start_or_recent(run, is_above("policy/kl_ref", limit)),
         "Raise ppo.kl_loss_coef or ppo.kl_ctl, or lower actor.optimizer.lr.",
     )
 
@@ -490,7 +490,7 @@ def check_mismatch(run: Evidence) -> Iterator[Advisory]:
     if now is None or now <= MISMATCHED or (before is not None and now < GROWN_MISMATCH * before):
         return
     p99 = mean(run.recent, "mismatch/abs_p99")
-    since = _find_start_or_recent(run, above("mismatch/kl", MISMATCHED))
+    since = _find_start_or_recent(run, is_above("mismatch/kl", MISMATCHED))
     yield Advisory(
         "mismatch_growing",
         WARNING,
@@ -560,7 +560,7 @@ def _is_bad(row: MetricRow, call: str) -> bool:
 
 def check_ratio(run: Evidence) -> Iterator[Advisory]:
     """Single tokens have become far likelier than they were when sampled."""
-    since = find_start(run.rows, above("policy/ratio_max", LARGE_RATIO))
+    since = find_start(run.rows, is_above("policy/ratio_max", LARGE_RATIO))
     if since is not None:
         largest = max(
             value
@@ -675,7 +675,7 @@ def check_staleness(run: Evidence) -> Iterator[Advisory]:
     bound = run.staleness_bound
     if not bound or bound <= 0:
         return
-    since = find_start(run.rows, above("staleness/mean", 0.9 * bound - 1e-9), RECENT)
+    since = find_start(run.rows, is_above("staleness/mean", 0.9 * bound - 1e-9), RECENT)
     if since is not None:
         yield Advisory(
             "staleness_at_bound",
@@ -696,7 +696,7 @@ def check_throughput(run: Evidence) -> Iterator[Advisory]:
     now = median(run.recent, SPEED)
     if not before or now is None or now >= SLOWED * before:
         return
-    since = _find_start_or_recent(run, below(SPEED, SLOWED * before))
+    since = _find_start_or_recent(run, is_below(SPEED, SLOWED * before))
     seconds = median(run.recent, "time/step")
     usual = median(run.rows[: len(run.rows) // 2], "time/step")
     yield Advisory(
@@ -719,12 +719,12 @@ def check_discarded_samples(run: Evidence) -> Iterator[Advisory]:
     if not run.rows:
         return
     last = run.rows[-1]
-    lost = sum(
+    discarded = sum(
         sum(finite_values([last], f"admission/{name}"))
         for name in ("rejected", "dropped", "given_up")
     )
-    kept = sum(finite_values([last], "admission/accepted"))
-    if kept + lost < 20 or lost <= DISCARDED * (kept + lost):
+    accepted = sum(finite_values([last], "admission/accepted"))
+    if accepted + discarded < 20 or discarded <= DISCARDED * (accepted + discarded):
         return
     since = next(
         (step_of(row) for row in run.rows if sum(finite_values([row], "admission/rejected"))),
@@ -733,7 +733,7 @@ def check_discarded_samples(run: Evidence) -> Iterator[Advisory]:
     yield Advisory(
         "samples_discarded",
         WARNING,
-        f"{lost:.0f} samples were played for nothing (rejected, dropped or given up), {kept:.0f} "
+        f"{discarded:.0f} samples were played for nothing (rejected, dropped or given up), {accepted:.0f} "
         f"were accepted.",
         since,
         "Look at the failures; rollout.retries and rollout.min_group_size decide when a whole "
@@ -745,7 +745,7 @@ def check_discarded_samples(run: Evidence) -> Iterator[Advisory]:
 def check_updates(run: Evidence) -> Iterator[Advisory]:
     """Train steps make no update of the policy although groups have a signal."""
     since = find_start(
-        run.rows, all_of(is_equal("policy/updates", 0.0), above("groups/with_signal", 0.0))
+        run.rows, hold_all(equals_value("policy/updates", 0.0), is_above("groups/with_signal", 0.0))
     )
     if since is not None and not sum(finite_values(run.recent, "policy/skipped")):
         yield Advisory(
@@ -772,7 +772,7 @@ RULES: tuple[Rule, ...] = (
     _condition_rule(
         "all_groups_zero",
         CRITICAL,
-        all_of(is_equal(SIGNAL, 0.0), is_equal(SUCCESS, 0.0)),
+        hold_all(equals_value(SIGNAL, 0.0), equals_value(SUCCESS, 0.0)),
         "No rollout has succeeded since step {since}, and no group has an advantage: the policy "
         "learns nothing.",
         "Begin with easier tasks (options of env), more rollouts of each (ppo.group_size), or a "
@@ -783,7 +783,7 @@ RULES: tuple[Rule, ...] = (
     _condition_rule(
         "all_groups_one",
         WARNING,
-        all_of(is_equal(SIGNAL, 0.0), is_equal(SUCCESS, 1.0)),
+        hold_all(equals_value(SIGNAL, 0.0), equals_value(SUCCESS, 1.0)),
         "Every rollout has succeeded since step {since}, and no group has an advantage: nothing is "
         "left to learn.",
         "Take harder tasks (options of env), or stop here.",
@@ -792,7 +792,7 @@ RULES: tuple[Rule, ...] = (
     _condition_rule(
         "reward_flat",
         CRITICAL,
-        all_of(below(SPREAD, 1e-6), above(SUCCESS, 0.0), below(SUCCESS, 1.0)),
+        hold_all(is_below(SPREAD, 1e-6), is_above(SUCCESS, 0.0), is_below(SUCCESS, 1.0)),
         "All rewards have been equal since step {since} (mean {reward:.3g}), yet some rollouts "
         "succeed.",
         "Look at how the environment rewards, and at ppo.max_reward_clip and ppo.reward_scaling.",
@@ -803,7 +803,7 @@ RULES: tuple[Rule, ...] = (
     _condition_rule(
         "truncation",
         WARNING,
-        above("length/truncated", TRUNCATED),
+        is_above("length/truncated", TRUNCATED),
         f"A token limit has ended more than {TRUNCATED:.0%} of the sequences since step {{since}} "
         f"(now {{share:.0%}}).",
         "Raise gen.max_new_tokens or rollout.max_total_tokens, or mask such sequences "
@@ -814,7 +814,7 @@ RULES: tuple[Rule, ...] = (
     _condition_rule(
         "out_of_turns",
         WARNING,
-        above("length/out_of_turns", OUT_OF_TURNS),
+        is_above("length/out_of_turns", OUT_OF_TURNS),
         f"rollout.max_turns has ended more than {OUT_OF_TURNS:.0%} of the rollouts before they "
         f"succeeded since step "
         "{since} (now {share:.0%}).",
@@ -836,7 +836,7 @@ RULES: tuple[Rule, ...] = (
     _condition_rule(
         "clip_fraction_high",
         WARNING,
-        above("policy/clip_fraction", CLIPPED),
+        is_above("policy/clip_fraction", CLIPPED),
         f"The clip has decided more than {CLIPPED:.0%} of the tokens since step {{since}} (now "
         f"{{share:.0%}}).",
         "Lower actor.optimizer.lr, ppo.sample_reuse or ppo.ppo_n_minibatches, or staleness.",
@@ -847,7 +847,7 @@ RULES: tuple[Rule, ...] = (
     _condition_rule(
         "learning_rate_zero",
         CRITICAL,
-        is_equal("policy/lr", 0.0),
+        equals_value("policy/lr", 0.0),
         "The learning rate has been 0 since step {since}: the weights do not change.",
         "See actor.optimizer.lr and its schedule; a larger total_train_steps stretches the "
         "schedule.",
@@ -855,14 +855,14 @@ RULES: tuple[Rule, ...] = (
     _condition_rule(
         "critic_useless",
         WARNING,
-        below("critic/explained_variance", 0.0),
+        is_below("critic/explained_variance", 0.0),
         "The critic has explained less than nothing of the returns since step {since} (variance "
         "{value:.3g}): their "
         "mean would be a better guess.",
         "Give the critic steps of its own (critic.warmup_steps), a higher critic.optimizer.lr or "
         "more passes "
         "(critic.sample_reuse).",
-        least=RECENT,
+        min_steps=RECENT,
         value="critic/explained_variance",
     ),
     check_failure_rate,
@@ -870,25 +870,29 @@ RULES: tuple[Rule, ...] = (
     _condition_rule(
         "trainer_starved",
         WARNING,
-        all_of(below(TRAINING, IDLE), above(GENERATION, BUSY)),
+        hold_all(is_below(TRAINING, IDLE), is_above(GENERATION, BUSY)),
         "The trainer has worked {training:.0%} of the time since step {since}, while generation "
         "works "
         "{generation:.0%}: it waits for rollouts.",
         "Give generation more: async_rl.n_generation_workers, more devices, shorter rollouts.",
-        least=RECENT,
+        min_steps=RECENT,
         training=TRAINING,
         generation=GENERATION,
     ),
     _condition_rule(
         "generation_starved",
         WARNING,
-        all_of(below(GENERATION, IDLE), below(TRAINING, BUSY), above("admission/capacity", 0.0)),
+        hold_all(
+            is_below(GENERATION, IDLE),
+            is_below(TRAINING, BUSY),
+            is_above("admission/capacity", 0.0),
+        ),
         "Generation has worked {generation:.0%} of the time since step {since}, although "
         "{capacity:.0f} samples might "
         "be admitted: episodes wait for their environment.",
         "Play more at once: env.pool_size, async_rl.n_rollout_workers; look how long the "
         "environment takes.",
-        least=RECENT,
+        min_steps=RECENT,
         generation=GENERATION,
         capacity="admission/capacity",
     ),
@@ -901,7 +905,7 @@ RULES: tuple[Rule, ...] = (
         "admitted meanwhile (generation works {generation:.0%} of the time).",
         "The trainer is the slower side: give it more workers (actor.workers), or generation "
         "fewer.",
-        least=RECENT,
+        min_steps=RECENT,
         generation=GENERATION,
     ),
     check_staleness,

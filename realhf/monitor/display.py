@@ -65,23 +65,23 @@ class Display:
         """Print a line for the event, unless it is of a kind that is printed at intervals and not
         due."""
         if event["kind"] == "phase":
-            self.say(event["text"])
+            self.print_line(event["text"])
         elif event["kind"] == "warning":
-            self.say(f"warning: {event['text']}")
+            self.print_line(f"warning: {event['text']}")
         elif event["kind"] == "step":
             self._show_step(event)
         elif event["kind"] == "evaluation":
-            self.say(evaluation_line(event))
+            self.print_line(evaluation_line(event))
         elif event["kind"] in _BETWEEN and process_clock.now() - self._last_line >= _BETWEEN_LINE_S:
-            self.say(_BETWEEN[event["kind"]](event))
+            self.print_line(_BETWEEN[event["kind"]](event))
 
     def _show_step(self, event: Mapping[str, Any]) -> None:
         now = time.monotonic()
         if now - self._last_step_line >= _STEP_LINE_S or event["step"] == event["total"]:
             self._last_step_line = now
-            self.say(step_line(event))
+            self.print_line(step_line(event))
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print ``text`` after the seconds since the start."""
         self._last_line = process_clock.now()
         stamp = f"{time.monotonic() - self._began:7.1f} s  "

@@ -712,8 +712,8 @@ def public_name(name: str) -> str | None:
     if name in exact:
         return exact[name]
     for pattern, public in patterns:
-        if found := pattern.fullmatch(name):
-            return _PLACEHOLDER.sub(lambda place: found[place[1]], public)
+        if match := pattern.fullmatch(name):
+            return _PLACEHOLDER.sub(lambda place: match[place[1]], public)
     return None
 
 
@@ -774,7 +774,7 @@ and asynchronous runs use one scheme; a name is absent where a run has nothing t
 finite is written as `NaN` or `Infinity`.
 
 `<..>` stands for what differs: a group of tasks, a kind of failure, a model function call. A fraction lies between 0
-and 1. `python -m realhf.monitor.metrics` prints this page; how to add a metric is said in
+and 1. `python -m realhf.monitor.metrics` prints this page; how to add a metric is described in
 [extend/metric.md](extend/metric.md).
 """
 

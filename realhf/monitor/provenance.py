@@ -54,7 +54,7 @@ def _installed_version(package: str) -> str | None:
         return None
 
 
-def origin(arguments: Sequence[str]) -> dict[str, Any]:
+def describe_origin(arguments: Sequence[str]) -> dict[str, Any]:
     """Return the provenance of a launch with these arguments, without its options."""
     return {
         "git": git_state(PACKAGE),
@@ -75,7 +75,7 @@ def record_launch(
     """Write ``config.yaml`` and ``provenance.json`` of a launch that continues after
     ``completed_steps``.
 
-    Key ``launches`` has the history: the time of each launch, its completed steps, command line,
+    Key ``read_launches`` has the history: the time of each launch, its completed steps, command line,
     commit, and changed options. A launch is recorded once, however often the run restarts by
     itself. Returns whether it was recorded now. warn: called with a message if a damaged history is
     replaced. Raises OSError.
@@ -89,7 +89,7 @@ def record_launch(
         "commit": launch.origin["git"]["commit"],
         "changed": launch.changed,
     }
-    earlier = launches(run_dir)
+    earlier = read_launches(run_dir)
     if launch.at in [known["at"] for known in earlier]:
         return False
     if not earlier:
@@ -106,14 +106,14 @@ def _warn_of_lost_history(path: Path, completed_steps: int, warn: Callable[[str]
 
     Raises OSError if the file cannot be read at the moment.
     """
-    kept = set_aside(path)
-    if kept is not None:
+    new_path = set_aside(path)
+    if new_path is not None:
         warn(
-            f"{path} cannot be understood and is kept as {kept.name}: the launches of before are "
-            f"not in the new one"
+            f"{path} cannot be parsed and was renamed to {new_path.name}: the new file lacks the "
+            "earlier launches"
         )
     elif completed_steps:
-        warn(f"{path} is gone: the launches of before are not in the new one")
+        warn(f"{path} is missing: the new file lacks the earlier launches")
 
 
 def describe_changes(changed: Mapping[str, Sequence[Any]]) -> str:
@@ -143,7 +143,7 @@ def _format_value(value: Any) -> str:
     )
 
 
-def launches(run_dir: Path) -> list[dict[str, Any]]:
+def read_launches(run_dir: Path) -> list[dict[str, Any]]:
     """Return the recorded launches of a run, oldest first; [] if the file cannot be read."""
     try:
         return [dict(entry) for entry in read_provenance(run_dir)["launches"] if entry["at"]]

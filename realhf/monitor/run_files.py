@@ -1,6 +1,6 @@
 """Files of a run folder: evaluations, episodes, graph, and the ends and hosts of processes.
 
-A resumed run reads its evaluations from ``evaluations.json``. ``deaths.jsonl`` has a line for each
+A resumed run reads its evaluations from ``evaluations.json``. ``read_deaths.jsonl`` has a line for each
 end of a process. ``placements.jsonl`` has one for each start of a process on a host and for each
 lost host; only schedulers for several hosts write it. Times are by the launcher's clock.
 """
@@ -40,14 +40,14 @@ class Evaluations:
         try:
             self._reports = _read_reports(self._path)
         except ValueError as error:
-            kept = set_aside(self._path)
-            fate = f"is kept as {kept.name}; " if kept else ""
+            new_path = set_aside(self._path)
+            fate = f"was renamed to {new_path.name}; " if new_path else ""
             warn(
-                f"{self._path} cannot be understood ({error}) and {fate}the run goes on without "
+                f"{self._path} cannot be parsed ({error}) and {fate}the run goes on without "
                 f"its evaluations"
             )
 
-    def at(self, step: int) -> dict[str, Any] | None:
+    def report_at(self, step: int) -> dict[str, Any] | None:
         """Return the report after ``step`` steps, 0 being before training; None without one."""
         return self._reports.get(step)
 
@@ -60,7 +60,7 @@ class Evaluations:
         self._reports[step] = report
         self._write()
 
-    def forget_after(self, step: int) -> None:
+    def drop_after(self, step: int) -> None:
         """Drop the reports after ``step``, whose weights a killed run has lost."""
         self._reports = {known: report for known, report in self._reports.items() if known <= step}
         self._write()
@@ -81,16 +81,16 @@ def _read_reports(path: Path) -> dict[int, dict[str, Any]]:
             raise dangling_link_error(path) from None
         return {}
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("nested too deeply") from None
     if not isinstance(content, dict):
-        raise ValueError("it is no map of evaluations")
+        raise ValueError("not a map of evaluations")
     for report in content.values():
         groups = report.values() if isinstance(report, dict) else [None]
         if not all(
             isinstance(group, dict) and all(isinstance(e, dict) for e in group.values())
             for group in groups
         ):
-            raise ValueError("it holds something that is no evaluation")
+            raise ValueError("an entry is not an evaluation")
     return {int(step): report for step, report in content.items()}
 
 
@@ -127,17 +127,17 @@ class Death(msgspec.Struct, frozen=True):
     """What happened to its work."""
 
 
-def note_death(run_dir: Path, process: str, why: str, then: str) -> None:
-    """Append the end of a process to ``deaths.jsonl``. Errors are ignored: a full disk must not end
+def record_death(run_dir: Path, process: str, why: str, then: str) -> None:
+    """Append the end of a process to ``read_deaths.jsonl``. Errors are ignored: a full disk must not end
     the run."""
-    words = (text.encode(errors="replace").decode() for text in (process, why, then))
+    texts = (text.encode(errors="replace").decode() for text in (process, why, then))
     with contextlib.suppress(OSError):
-        _append_line(run_dir / DEATHS_FILE, Death(time.time(), *words))
+        _append_line(run_dir / DEATHS_FILE, Death(time.time(), *texts))
 
 
-def deaths(run_dir: Path) -> list[Death]:
+def read_deaths(run_dir: Path) -> list[Death]:
     """Return the recorded ends of processes, in order."""
-    return _rows(run_dir / DEATHS_FILE, Death, _MOST_DEATH_BYTES)
+    return _read_rows(run_dir / DEATHS_FILE, Death, _MOST_DEATH_BYTES)
 
 
 PLACEMENTS_FILE = "placements.jsonl"
@@ -161,7 +161,7 @@ class Placement(msgspec.Struct, omit_defaults=True):
     """Digest of the package's files on the host, and versions of packages."""
 
 
-def note_placement(
+def record_placement(
     run_dir: Path, host: str, process: str = "", *, lost: str = "", made_of: Mapping[str, str] = {}
 ) -> None:
     """Append an event of a host to ``placements.jsonl``. Raises OSError."""
@@ -179,7 +179,7 @@ class HostLanes:
     def __init__(self, run_dir: Path) -> None:
         self._starts: dict[str, list[tuple[int, str]]] = {}
         self.lost: list[tuple[int, str, str]] = []
-        for row in _rows(run_dir / PLACEMENTS_FILE, Placement, _MOST_PLACEMENT_BYTES):
+        for row in _read_rows(run_dir / PLACEMENTS_FILE, Placement, _MOST_PLACEMENT_BYTES):
             moment = round(row.at * 1e6)
             if row.process:
                 self._starts.setdefault(row.process, []).append((moment, row.host))
@@ -190,7 +190,7 @@ class HostLanes:
         names = {host for starts in self._starts.values() for _, host in starts}
         self.hosts = sorted(names, key=lambda name: (name != LAUNCHER, name))
 
-    def at(self, process: str, moment: int) -> str:
+    def host_at(self, process: str, moment: int) -> str:
         """Return the host of a process at a moment (us since the epoch); "" for a run on one
         machine.
 
@@ -218,14 +218,14 @@ def _append_line(path: Path, row: msgspec.Struct) -> None:
         file.write(msgspec.json.encode(row) + b"\n")
 
 
-def _rows(path: Path, form: type[_Row], most_bytes: int) -> list[_Row]:
+def _read_rows(path: Path, kind: type[_Row], max_bytes: int) -> list[_Row]:
     """Read the valid lines of a file; a kill may have truncated the last one."""
     try:
         with open_plain(path) as file:
-            lines = file.read(most_bytes).splitlines()
+            lines = file.read(max_bytes).splitlines()
     except OSError:
         return []
-    decode = msgspec.json.Decoder(form).decode
+    decode = msgspec.json.Decoder(kind).decode
     rows = []
     for line in lines:
         with contextlib.suppress(msgspec.MsgspecError, RecursionError):

@@ -123,8 +123,8 @@ def flatten_step(
 
 
 def _list_steps(steps: Sequence[int]) -> str:
-    shown = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
-    return f"{len(steps)} steps: {shown}" if len(steps) > 1 else f"step {shown}"
+    numbers = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
+    return f"{len(steps)} steps: {numbers}" if len(steps) > 1 else f"step {numbers}"
 
 
 def _is_number(value: Any) -> bool:
@@ -161,13 +161,13 @@ class RunLog:
         self._rollouts_every = config.episodes_every_steps
         if completed_steps and not os.path.lexists(run_dir / EVALUATIONS_FILE):
             self._warn(
-                f"{run_dir / EVALUATIONS_FILE} is gone: the run goes on without the evaluations of "
-                f"before"
+                f"{run_dir / EVALUATIONS_FILE} is missing: the run goes on without the earlier "
+                "evaluations"
             )
         self.evaluations = Evaluations(run_dir, self._warn)
-        self._began = self._last = completed_steps
+        self._initial_step = self._last = completed_steps
         rows = self._read_complete_rows(completed_steps)
-        self.evaluations.forget_after(completed_steps if completed_steps else -1)
+        self.evaluations.drop_after(completed_steps if completed_steps else -1)
         write_atomic(run_dir / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in rows))
         past = [(row["step"], {name: row[name] for name in row if name != "step"}) for row in rows]
         past += [
@@ -197,20 +197,20 @@ class RunLog:
         parsed = parse_metrics(self._run_dir)
         rows = [row for row in parsed.rows if row["step"] <= completed_steps]
         missing = sorted(set(range(1, completed_steps + 1)) - {row["step"] for row in rows})
-        kept = set_aside(path) if parsed.damaged else None
-        if kept is not None:
+        new_path = set_aside(path) if parsed.damaged else None
+        if new_path is not None:
             lines = ", ".join(map(str, parsed.damaged[:8])) + (
                 ", ..." if len(parsed.damaged) > 8 else ""
             )
             self._warn(
-                f"{path} is damaged in line {lines} and is kept as {kept.name}; the run goes on "
-                f"without them"
+                f"{path} is damaged in line {lines} and was renamed to {new_path.name}; the run goes on "
+                "without these lines"
             )
         elif missing:
             self._warn(f"{path} lacks {_list_steps(missing)}; the run goes on without them")
         return rows
 
-    def step(self, step: int, metrics: Mapping[str, float], episodes: Sequence[str]) -> None:
+    def record_step(self, step: int, metrics: Mapping[str, float], episodes: Sequence[str]) -> None:
         """Record a finished step, counted from 1, with the transcripts sampled from it."""
         self._tracer.instant(STEP, step=step)
         self._last = step
@@ -237,11 +237,11 @@ class RunLog:
                 error.filename = error.filename or str(path)
                 raise
 
-    def _rows(self) -> list[dict[str, Any]]:
+    def _read_all_rows(self) -> list[dict[str, Any]]:
         """Read the rows of all steps, and warn of steps of this process without rows."""
         rows = read_metrics(self._run_dir)
         missing = sorted(
-            set(range(self._began + 1, self._last + 1)) - {row["step"] for row in rows}
+            set(range(self._initial_step + 1, self._last + 1)) - {row["step"] for row in rows}
         )
         if missing:
             self._warn(
@@ -266,7 +266,7 @@ class RunLog:
             f"finite; sample ids in {NONFINITE_FILE}",
         )
 
-    def evaluation(self, step: int, report: dict[str, Any]) -> None:
+    def record_evaluation(self, step: int, report: dict[str, Any]) -> None:
         """Record a held-out evaluation after ``step`` steps."""
         self.evaluations.add(step, report)
         self._trackers.metrics(step, evaluation_metrics(report, self._split))
@@ -280,7 +280,7 @@ class RunLog:
             when += f", with the weights of version {', '.join(map(str, sorted(versions)))}"
         self._events.emit("evaluation", when=when, report=report)
 
-    def phase(self, text: str) -> None:
+    def announce(self, text: str) -> None:
         """Announce an activity of the run outside of steps."""
         self._events.emit("phase", text=text)
 
@@ -295,12 +295,12 @@ class RunLog:
 
         wall_seconds: since the launch. best: record of the policy that is kept as the best.
         """
-        rows = self._rows()
+        rows = self._read_all_rows()
         last = max(self._last, rows[-1]["step"] if rows else 0)
         summary = build_summary(
             rows,
-            self.evaluations.at(0),
-            self.evaluations.at(last) if last else None,
+            self.evaluations.report_at(0),
+            self.evaluations.report_at(last) if last else None,
             wall_seconds=wall_seconds,
             train_calls=train_calls,
         )
@@ -329,7 +329,7 @@ class RunLog:
         early."""
         self._trackers.close(failed=failed)
 
-    async def leave(self, kind: object, *_: object) -> None:
+    async def close_async(self, kind: object, *_: object) -> None:
         """Close without blocking the event loop; ``kind`` as the first argument of
         ``__aexit__``."""
         await asyncio.to_thread(self.close, failed=kind is not None)

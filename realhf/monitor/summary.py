@@ -119,7 +119,7 @@ def count_by_kind(row: MetricRow, counter: str) -> dict[str, float]:
 
 def rollout_labels(row: MetricRow) -> list[tuple[str, str]]:
     """Return (label, text) for each available metric of the rollouts, in the order of display."""
-    shown = [
+    labels = [
         ("staleness", _join(_number(row, "staleness/mean"), _number(row, "staleness/max", "max "))),
         ("generation", _percent(row, "generation/occupancy")),
         ("training", _percent(row, "training/occupancy")),
@@ -137,7 +137,7 @@ def rollout_labels(row: MetricRow) -> list[tuple[str, str]]:
         ("failed", _counts(row, "failures_total") or _counts(row, "failures")),
         ("retried", _counts(row, "retries_total") or _counts(row, "retries")),
     ]
-    return [(label, text) for label, text in shown if text]
+    return [(label, text) for label, text in labels if text]
 
 
 def rollout_summary(rows: Sequence[MetricRow]) -> dict[str, Any]:
@@ -166,13 +166,13 @@ def rollout_summary(rows: Sequence[MetricRow]) -> dict[str, Any]:
 def counter_increase(rows: Sequence[MetricRow], name: str) -> float:
     """Return the total increase of a counter over all steps, also across resumptions, which reset
     it."""
-    whole = 0.0
+    increase = 0.0
     before = 0.0
     for row in rows:
         now = row.get(name, before)
-        whole += now - before if now >= before else now
+        increase += now - before if now >= before else now
         before = now
-    return whole
+    return increase
 
 
 def _number(row: MetricRow, name: str, before: str = "", after: str = "") -> str:
@@ -221,13 +221,13 @@ def build_summary(
     intervals [low, high].
     """
     generated = total(rows, "throughput/tokens")
-    took = total(rows, STEP_TIME)
-    counted = (after or before or {}).get("sampled", {}).get("overall", {})
+    step_seconds = total(rows, STEP_TIME)
+    overall = (after or before or {}).get("sampled", {}).get("overall", {})
     summary: dict[str, Any] = {
-        "heldout_episodes": int(counted.get("episodes", 0)),
+        "heldout_episodes": int(overall.get("episodes", 0)),
         "steps": max((int(row["step"]) for row in rows), default=0),
         "wall_seconds": wall_seconds,
-        "tokens_per_second": generated / took if took else 0.0,
+        "tokens_per_second": generated / step_seconds if step_seconds else 0.0,
         "env_seconds": sum(part_seconds(row, "environment") for row in rows),
         "generation_seconds": sum(part_seconds(row, "generation") for row in rows),
         "train_seconds": sum(
@@ -294,7 +294,7 @@ def build_held_out_table(summary: Mapping[str, Any]) -> Any:
                 if name in before and name in after
                 else "",
                 ", ".join(
-                    dict.fromkeys(str(counted[name]) for counted in episodes if name in counted)
+                    dict.fromkeys(str(counts[name]) for counts in episodes if name in counts)
                 ),
             )
         table.add_section()

@@ -109,7 +109,7 @@ def line_event(process: str, line: str) -> TraceEvent:
 
 MAX_LANES = 64
 """Maximum number of lanes of a line; further overlapping spans go to the last one."""
-REMEMBERED = 256
+MAX_REMEMBERED_SPANS = 256
 """Number of last spans of a lane that are kept, since a longer one may still enclose them."""
 
 
@@ -119,7 +119,7 @@ class Lanes:
     def __init__(self) -> None:
         self._lanes: dict[str, list[deque[tuple[int, int]]]] = {}
 
-    def place(self, line: str, began: int, ended: int) -> str:
+    def assign(self, line: str, began: int, ended: int) -> str:
         """Return the lane of a span: the line itself, or the name of its second, third, ...
         lane."""
         lanes = self._lanes.setdefault(line, [])
@@ -128,7 +128,7 @@ class Lanes:
             min(len(lanes) + 1, MAX_LANES),
         )
         if number > len(lanes):
-            lanes.append(deque(maxlen=REMEMBERED))
+            lanes.append(deque(maxlen=MAX_REMEMBERED_SPANS))
         lane = lanes[number - 1]
         while lane and lane[-1][0] >= began and lane[-1][1] <= ended:
             lane.pop()
@@ -393,7 +393,7 @@ class _TraceFile:
         parts: list[bytes] = []
         for phase, name, began_ns, ended_ns, line, args in records:
             if phase == COMPLETE:
-                line = self._lanes.place(line, began_ns, ended_ns)
+                line = self._lanes.assign(line, began_ns, ended_ns)
             tid = self._lines.get(line)
             if tid is None:
                 tid = self._lines[line] = line_number(self._process, line)

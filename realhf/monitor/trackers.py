@@ -72,11 +72,11 @@ class RunInfo:
         """Whether the run continues from a checkpoint."""
         return self.first_step > 1
 
-    def known(self, tracker: str) -> str | None:
+    def stored_name(self, tracker: str) -> str | None:
         """Return the name that a tracker has given to this run earlier; None without one."""
         return _read_identity(self.run_dir).get(tracker)
 
-    def remember(self, tracker: str, name: str) -> None:
+    def store_name(self, tracker: str, name: str) -> None:
         """Store the name that a tracker gives to this run, for a resumption."""
         _write_identity(self.run_dir, {**_read_identity(self.run_dir), tracker: name})
 
@@ -91,19 +91,21 @@ def run_info(
 
     warn: called with a message if the id of a resumed run is lost. Raises OSError.
     """
-    known = _read_identity(run_dir) if completed_steps > 0 else {}
-    if "id" not in known:
+    names = _read_identity(run_dir) if completed_steps > 0 else {}
+    if "id" not in names:
         if completed_steps > 0:
-            kept = set_aside(run_dir / IDENTITY_FILE)
-            fate = f"cannot be understood and is kept as {kept.name}" if kept else "is gone"
+            new_path = set_aside(run_dir / IDENTITY_FILE)
+            fate = (
+                f"cannot be parsed and was renamed to {new_path.name}" if new_path else "is missing"
+            )
             warn(f"{run_dir / IDENTITY_FILE} {fate}: for its trackers the run is a new one")
-        known = {"id": uuid.uuid4().hex}
-        _write_identity(run_dir, known)
+        names = {"id": uuid.uuid4().hex}
+        _write_identity(run_dir, names)
     name = run_dir.parent.name, run_dir.name
-    return RunInfo(run_dir, *name, known["id"], completed_steps + 1, read_config(run_dir), past)
+    return RunInfo(run_dir, *name, names["id"], completed_steps + 1, read_config(run_dir), past)
 
 
-def finite(values: Mapping[str, Any]) -> dict[str, float]:
+def finite_values(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the values that are finite numbers."""
     numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
     return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
@@ -124,11 +126,13 @@ def flatten_config(config: Mapping[str, Any], start: str = "") -> dict[str, str]
 
 def _read_identity(run_dir: Path) -> dict[str, str]:
     try:
-        found = json.loads((run_dir / IDENTITY_FILE).read_text(encoding="utf-8"))
+        content = json.loads((run_dir / IDENTITY_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return (
-        {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
+        {str(name): str(value) for name, value in content.items()}
+        if isinstance(content, dict)
+        else {}
     )
 
 
@@ -143,15 +147,15 @@ class TensorBoardTracker(Tracker):
     repeats.
     """
 
-    def __init__(self, facts: RunInfo) -> None:
+    def __init__(self, info: RunInfo) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[attr-defined]
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer = EventFileWriter(str(facts.run_dir / "tensorboard"))
+        self._writer = EventFileWriter(str(info.run_dir / "tensorboard"))
         self._writer.add_event(
             Event(
                 wall_time=time.time(),
-                step=facts.first_step,
+                step=info.first_step,
                 session_log=SessionLog(status=SessionLog.START),
             )
         )
@@ -186,27 +190,29 @@ class WandbTracker(Tracker):
     checkpoint again, and truncates its logs after it.
     """
 
-    def __init__(self, facts: RunInfo) -> None:
+    def __init__(self, info: RunInfo) -> None:
         import wandb  # type: ignore[import-not-found]
 
         self._wandb: Any = wandb
-        logs = find_logs(facts.run_dir, facts.id) if facts.resumed else []
+        logs = find_logs(info.run_dir, info.id) if info.resumed else []
         self._run = wandb.init(
-            dir=str(facts.run_dir),
+            dir=str(info.run_dir),
             project=PROJECT,
-            group=facts.experiment,
-            name=f"{facts.experiment}/{facts.trial}",
-            id=facts.id,
+            group=info.experiment,
+            name=f"{info.experiment}/{info.trial}",
+            id=info.id,
             resume="allow",
-            config=dict(facts.config),
+            config=dict(info.config),
         )
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)
         if self._run.offline:
-            kept = truncate_logs(logs, facts.first_step, _parse_record)
-            for step, values in facts.past:
+            logged = truncate_logs(logs, info.first_step, _parse_record)
+            for step, values in info.past:
                 lost = {
-                    name: value for name, value in values.items() if step not in kept.get(name, ())
+                    name: value
+                    for name, value in values.items()
+                    if step not in logged.get(name, ())
                 }
                 if lost:
                     self.metrics(step, lost)
@@ -260,17 +266,17 @@ def truncate_logs(logs: Sequence[Path], first_step: int, parse: Parse) -> dict[s
     Logs that were synced already or cannot be parsed are not changed; the steps of the latter count
     as lost.
     """
-    kept: dict[str, set[int]] = {}
+    remaining: dict[str, set[int]] = {}
     for log in logs:
         try:
-            found, end = _read_log(log.read_bytes(), first_step, parse)
+            log_steps, end = _read_log(log.read_bytes(), first_step, parse)
             if end is not None and not log.with_name(log.name + _SYNCED).exists():
                 os.truncate(log, end)
         except Exception:  # the format is another package's
             continue
-        for name, steps in found.items():
-            kept.setdefault(name, set()).update(steps)
-    return kept
+        for name, steps in log_steps.items():
+            remaining.setdefault(name, set()).update(steps)
+    return remaining
 
 
 def _read_log(log: bytes, first_step: int, parse: Parse) -> tuple[dict[str, set[int]], int | None]:
@@ -279,7 +285,7 @@ def _read_log(log: bytes, first_step: int, parse: Parse) -> tuple[dict[str, set[
 
     The offset is None if there is no such record.
     """
-    kept: dict[str, set[int]] = {}
+    steps: dict[str, set[int]] = {}
     for begin, data in _iterate_records(log):
         record = parse(data)
         if not record.HasField("history"):
@@ -291,10 +297,10 @@ def _read_log(log: bytes, first_step: int, parse: Parse) -> tuple[dict[str, set[
             continue
         step = json.loads(row["step"])
         if step >= first_step:
-            return kept, begin
+            return steps, begin
         for name in row:
-            kept.setdefault(name, set()).add(step)
-    return kept, None
+            steps.setdefault(name, set()).add(step)
+    return steps, None
 
 
 def _iterate_records(log: bytes) -> Iterator[tuple[int, bytes]]:
@@ -304,25 +310,25 @@ def _iterate_records(log: bytes) -> Iterator[tuple[int, bytes]]:
     bytes: a checksum (4), its length (2) and its kind (1: whole, 2: first, 3: middle, 4: last).
     After a kill the last record may be incomplete.
     """
-    at = _HEADER
+    offset = _HEADER
     begin = _HEADER
-    held = b""
-    while at + _PIECE <= len(log):
-        left = _BLOCK - at % _BLOCK
-        if left < _PIECE:
-            at += left
+    record = b""
+    while offset + _PIECE <= len(log):
+        room = _BLOCK - offset % _BLOCK
+        if room < _PIECE:
+            offset += room
             continue
-        size = int.from_bytes(log[at + 4 : at + 6], "little")
-        kind = log[at + 6]
-        if not _WHOLE <= kind <= _LAST or at + _PIECE + size > len(log):
+        size = int.from_bytes(log[offset + 4 : offset + 6], "little")
+        kind = log[offset + 6]
+        if not _WHOLE <= kind <= _LAST or offset + _PIECE + size > len(log):
             return
         if kind in (_WHOLE, _FIRST):
-            begin = at
-            held = b""
-        held += log[at + _PIECE : at + _PIECE + size]
+            begin = offset
+            record = b""
+        record += log[offset + _PIECE : offset + _PIECE + size]
         if kind in (_WHOLE, _LAST):
-            yield begin, held
-        at += _PIECE + size
+            yield begin, record
+        offset += _PIECE + size
 
 
 class TrackioTracker(Tracker):
@@ -332,13 +338,13 @@ class TrackioTracker(Tracker):
     it.
     """
 
-    def __init__(self, facts: RunInfo) -> None:
+    def __init__(self, info: RunInfo) -> None:
         import trackio  # type: ignore[import-not-found]
 
         self._run: Any = trackio.init(
-            project=facts.experiment,
-            name=f"{facts.trial}-{facts.id[:8]}",
-            config=flatten_config(facts.config),
+            project=info.experiment,
+            name=f"{info.trial}-{info.id[:8]}",
+            config=flatten_config(info.config),
             resume="allow",
             embed=False,
         )
@@ -373,53 +379,55 @@ class MlflowTracker(Tracker):
     launch; ``config.yaml`` is an artifact.
     """
 
-    def __init__(self, facts: RunInfo) -> None:
+    def __init__(self, info: RunInfo) -> None:
         import mlflow  # type: ignore[import-not-found]
         from mlflow.entities import Metric, Param  # type: ignore[import-not-found]
         from mlflow.tracking import MlflowClient  # type: ignore[import-not-found]
 
         self._metric: Any = Metric
         self._param: Any = Param
-        own = (
+        own_store = (
             None
             if mlflow.is_tracking_uri_set()
-            else _own_store(facts.run_dir / "mlflow", MlflowClient)
+            else _create_store(info.run_dir / "mlflow", MlflowClient)
         )
-        self._client: Any = MlflowClient(tracking_uri=own and _address(own))
-        known = facts.known(NAME) if facts.resumed else None
-        self._run = known or self._find_or_create_run(
-            facts, own and f"{own.parent.absolute().as_uri()}/artifacts"
+        self._client: Any = MlflowClient(tracking_uri=own_store and _store_uri(own_store))
+        stored_name = info.stored_name(NAME) if info.resumed else None
+        self._run = stored_name or self._find_or_create_run(
+            info, own_store and f"{own_store.parent.absolute().as_uri()}/artifacts"
         )
-        if facts.resumed:
-            if own is not None:
-                _delete_steps(own, self._run, facts.first_step)
+        if info.resumed:
+            if own_store is not None:
+                _delete_steps(own_store, self._run, info.first_step)
             self._client.update_run(self._run, status="RUNNING")
-            self._resend_lost(facts.past)
+            self._resend_lost(info.past)
 
-    def _find_or_create_run(self, facts: RunInfo, artifacts: str | None) -> str:
+    def _find_or_create_run(self, info: RunInfo, artifacts: str | None) -> str:
         """Return the name of the run with this id, after creating it if it does not exist."""
-        known = self._client.get_experiment_by_name(facts.experiment)
-        experiment = known.experiment_id if known is not None else None
+        existing = self._client.get_experiment_by_name(info.experiment)
+        experiment = existing.experiment_id if existing is not None else None
         if experiment is None:
             experiment = self._client.create_experiment(
-                facts.experiment, artifact_location=artifacts
+                info.experiment, artifact_location=artifacts
             )
-        made = self._client.search_runs([experiment], filter_string=f"tags.`{_TAG}` = '{facts.id}'")
+        existing_runs = self._client.search_runs(
+            [experiment], filter_string=f"tags.`{_TAG}` = '{info.id}'"
+        )
         run = (
-            made[0]
-            if made
-            else self._client.create_run(experiment, run_name=facts.trial, tags={_TAG: facts.id})
+            existing_runs[0]
+            if existing_runs
+            else self._client.create_run(experiment, run_name=info.trial, tags={_TAG: info.id})
         )
         name = run.info.run_id
         parameters = [
-            self._param(_name(name), value[:_LONGEST_VALUE])
-            for name, value in flatten_config(facts.config).items()
+            self._param(_clean_name(name), value[:_LONGEST_VALUE])
+            for name, value in flatten_config(info.config).items()
         ]
         for start in range(0, len(parameters), _MOST_PARAMETERS):
             self._client.log_batch(name, params=parameters[start : start + _MOST_PARAMETERS])
-        if facts.config:
-            self._client.log_dict(name, dict(facts.config), "config.yaml")
-        facts.remember(NAME, name)
+        if info.config:
+            self._client.log_dict(name, dict(info.config), "config.yaml")
+        info.store_name(NAME, name)
         return name
 
     def _resend_lost(self, past: Sequence[tuple[int, Mapping[str, float]]]) -> None:
@@ -430,7 +438,7 @@ class MlflowTracker(Tracker):
             for name in values.keys() - stored_steps.keys():
                 stored_steps[name] = {
                     metric.step
-                    for metric in self._client.get_metric_history(self._run, _name(name))
+                    for metric in self._client.get_metric_history(self._run, _clean_name(name))
                 }
             lost = {name: value for name, value in values.items() if step not in stored_steps[name]}
             if lost:
@@ -440,7 +448,9 @@ class MlflowTracker(Tracker):
         """Send numbers; see ``Tracker``. Characters that MLflow does not allow in names become
         underscores."""
         now = int(time.time() * 1000)
-        metrics = [self._metric(_name(name), value, now, step) for name, value in values.items()]
+        metrics = [
+            self._metric(_clean_name(name), value, now, step) for name, value in values.items()
+        ]
         for start in range(0, len(metrics), _MOST_METRICS):
             self._client.log_batch(self._run, metrics=metrics[start : start + _MOST_METRICS])
 
@@ -453,7 +463,7 @@ class MlflowTracker(Tracker):
         self._client.set_terminated(self._run, status="FAILED" if failed else "FINISHED")
 
 
-def _own_store(folder: Path, client: Callable[..., Any]) -> Path:
+def _create_store(folder: Path, client: Callable[..., Any]) -> Path:
     """Return the store in a folder, after creating it if it does not exist.
 
     It is created under another name and renamed: MLflow cannot open a store after a kill during its
@@ -465,13 +475,13 @@ def _own_store(folder: Path, client: Callable[..., Any]) -> Path:
     if not store.exists():
         for old_file in folder.glob(f"{partial.name}*"):
             old_file.unlink()
-        client(tracking_uri=_address(partial))
+        client(tracking_uri=_store_uri(partial))
         if partial.exists():
             partial.rename(store)
     return store
 
 
-_LATEST_OF_THE_REST = """
+_RESTORE_LATEST = """
 INSERT OR IGNORE INTO latest_metrics (key, value, timestamp, step, is_nan, run_uuid)
 SELECT key, value, timestamp, MAX(step), is_nan, run_uuid FROM metrics WHERE run_uuid = ? GROUP BY key
 """
@@ -491,14 +501,14 @@ def _delete_steps(store: Path, run: str, first_step: int) -> None:
             connection.execute(
                 f"DELETE FROM {table} WHERE run_uuid = ? AND step >= ?", (run, first_step)
             )
-        connection.execute(_LATEST_OF_THE_REST, (run,))
+        connection.execute(_RESTORE_LATEST, (run,))
 
 
-def _address(store: Path) -> str:
+def _store_uri(store: Path) -> str:
     return f"sqlite:///{store.absolute()}"
 
 
-def _name(name: str) -> str:
+def _clean_name(name: str) -> str:
     """Return a name that MLflow allows.
 
     MLflow treats names as paths, which must not leave their folder nor begin with a slash.
@@ -545,24 +555,26 @@ class TrackerStream:
                     f"monitor.trackers has {name}, which is not installed: {install_command(name)}"
                 )
         self._warn = warn
-        kept = [(step, finite(values)) for step, values in past] if completed_steps > 0 else []
-        facts = run_info(run_dir, completed_steps, kept, warn) if names else None
+        past_metrics = (
+            [(step, finite_values(values)) for step, values in past] if completed_steps > 0 else []
+        )
+        info = run_info(run_dir, completed_steps, past_metrics, warn) if names else None
         self._lanes = [
-            _TrackerThread(name, adapters[name], facts) for name in names if facts is not None
+            _TrackerThread(name, adapters[name], info) for name in names if info is not None
         ]
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Send the finite numbers of a step."""
-        numbers = finite(values)
+        numbers = finite_values(values)
         for lane in self._lanes:
             lane.put(lambda tracker: tracker.metrics(step, numbers), step)
         self.poll()
 
     def rollouts(self, step: int, texts: Sequence[str]) -> None:
         """Send transcripts of a step."""
-        kept = list(texts)
-        for lane in self._lanes if kept else ():
-            lane.put(lambda tracker: tracker.rollouts(step, kept), step)
+        transcripts = list(texts)
+        for lane in self._lanes if transcripts else ():
+            lane.put(lambda tracker: tracker.rollouts(step, transcripts), step)
         self.poll()
 
     def poll(self) -> None:
@@ -589,10 +601,10 @@ class TrackerStream:
 class _TrackerThread:
     """Thread and queue of one tracker."""
 
-    def __init__(self, name: str, open_tracker: OpenTracker, facts: RunInfo) -> None:
+    def __init__(self, name: str, open_tracker: OpenTracker, info: RunInfo) -> None:
         self.name = name
         self.problem = ""
-        self.step: int | None = facts.first_step
+        self.step: int | None = info.first_step
         """Step of the entry being sent, the first one lost if the tracker fails; None at the
         end."""
         self._waiting: queue.Queue[tuple[int | None, Callable[[Tracker], None] | None]] = (
@@ -600,7 +612,7 @@ class _TrackerThread:
         )
         self._thread = threading.Thread(
             target=self._run_tracker,
-            args=(open_tracker, facts),
+            args=(open_tracker, info),
             name=f"tracker {name}",
             daemon=True,
         )
@@ -617,9 +629,9 @@ class _TrackerThread:
         if self._thread.is_alive() and not self.problem:
             self.problem = f"it was not done {CLOSE_S:.0f} s after the end of the run"
 
-    def _run_tracker(self, open_tracker: OpenTracker, facts: RunInfo) -> None:
+    def _run_tracker(self, open_tracker: OpenTracker, info: RunInfo) -> None:
         try:
-            tracker = open_tracker(facts)
+            tracker = open_tracker(info)
             while not self.problem:
                 step, entry = self._waiting.get()
                 self.step = step

@@ -16,7 +16,7 @@ import numpy as np
 
 from realhf.base import process_clock
 from realhf.monitor.rollouts.format import NO_SHARD, PlayLine
-from realhf.monitor.rollouts.reader import NoRecord, RolloutStore, Row
+from realhf.monitor.rollouts.reader import NoRecord, RolloutRow, RolloutStore
 from realhf.view.run_data import pack
 
 Array = np.ndarray[Any, Any]
@@ -44,7 +44,7 @@ class RunRollouts:
     def __init__(self, run_dir: Path) -> None:
         self._store = RolloutStore(run_dir)
         self._lock = threading.Lock()
-        self._rows: list[Row] = []
+        self._rows: list[RolloutRow] = []
         self._packed_table = b""
         self._table_version: tuple[Any, ...] = ()
 
@@ -123,7 +123,7 @@ class RunRollouts:
         marked_rows = [row if row.play.id in records else _without_record(row) for row in rows]
         return _pack_rows(marked_rows, self._store.problems), records
 
-    def index(self) -> list[Row]:
+    def index(self) -> list[RolloutRow]:
         """Return the rows of the rollouts that count."""
         with self._lock:
             return list(self._refresh())
@@ -179,7 +179,7 @@ class RunRollouts:
         except NoRecord as error:
             return {"problem": str(error)}
 
-    def _refresh(self) -> list[Row]:
+    def _refresh(self) -> list[RolloutRow]:
         """Read what was added and return the rows; drop the packed table if they have changed."""
         self._store.refresh()
         store = self._store
@@ -262,15 +262,15 @@ def _to_builtins(line: Any) -> dict[str, Any]:
     return msgspec.to_builtins(line) | {"has_tokens": line.has_tokens}
 
 
-def _without_record(row: Row) -> Row:
+def _without_record(row: RolloutRow) -> RolloutRow:
     """Return a row that is marked as having no record."""
     play = msgspec.structs.replace(row.play, shard=NO_SHARD)
-    return Row(
+    return RolloutRow(
         play, None if row.train is None else msgspec.structs.replace(row.train, shard=NO_SHARD)
     )
 
 
-def _pack_rows(rows: Sequence[Row], problems: Sequence[str]) -> bytes:
+def _pack_rows(rows: Sequence[RolloutRow], problems: Sequence[str]) -> bytes:
     """Return rows in the form of ``RunRollouts.pack``."""
     plays = [row.play for row in rows]
     trains = [row.train for row in rows]

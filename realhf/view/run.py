@@ -16,14 +16,14 @@ from typing import Any
 
 from realhf.api.passport import PASSPORT_FILE, describe_passport
 from realhf.monitor.advisories import advise, index_rollouts
-from realhf.monitor.provenance import LAUNCH, PROVENANCE_FILE, effective_options, launches
+from realhf.monitor.provenance import LAUNCH, PROVENANCE_FILE, effective_options, read_launches
 from realhf.monitor.run_files import (
     DEATHS_FILE,
     EVALUATIONS_FILE,
     NONFINITE_FILE,
     PLACEMENTS_FILE,
     HostLanes,
-    deaths,
+    read_deaths,
 )
 from realhf.monitor.run_log import METRICS_FILE
 from realhf.view.rollout_table import RunRollouts
@@ -110,7 +110,7 @@ def run_events(run_dir: Path, hosts: HostLanes) -> list[dict[str, Any]]:
     what: text}.
     """
     events: list[dict[str, Any]] = []
-    for entry in launches(run_dir)[1:]:
+    for entry in read_launches(run_dir)[1:]:
         changed = entry.get("changed")
         changed_options = [
             f"{name}: {' → '.join(_format_option(str(name), value) for value in values)}"
@@ -119,7 +119,7 @@ def run_events(run_dir: Path, hosts: HostLanes) -> list[dict[str, Any]]:
         ]
         what = "the run went on with " + (", ".join(changed_options) or "the same options")
         events.append({"at": None, "step": entry.get("completed_steps"), "what": what})
-    for death in deaths(run_dir):
+    for death in read_deaths(run_dir):
         events.append(
             {"at": death.at, "step": None, "what": f"{death.process}: {death.why}; {death.then}"}
         )

@@ -271,7 +271,7 @@ class RunSpans:
 def _sort_processes(processes: Mapping[int, str], hosts: HostLanes) -> list[dict[str, Any]]:
     """Return the processes in the order of display. In a run on several hosts they are grouped by
     the host that each was on last, which is put before the name."""
-    rows = [(hosts.at(name, _LATEST), pid, name) for pid, name in processes.items()]
+    rows = [(hosts.host_at(name, _LATEST), pid, name) for pid, name in processes.items()]
     order = {host: place for place, host in enumerate(hosts.hosts)}
     rows.sort(key=lambda row: (order.get(row[0], -1), display_rank(row[2]), row[1]))
     return [{"pid": pid, "name": f"{host} · {name}" if host else name} for host, pid, name in rows]

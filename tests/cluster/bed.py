@@ -240,5 +240,5 @@ def busy_lanes(run: ClusterRun, steps: int) -> dict[str, set[str]]:
         working = event["ph"] == COMPLETE and event["name"].partition("/")[0] != WAIT
         if working and event["ts"] < ends[-1] and event["ts"] + event.get("dur", 0) > began:
             process = names[event["pid"]]
-            found.setdefault(hosts.at(process, event["ts"]), set()).add(process)
+            found.setdefault(hosts.host_at(process, event["ts"]), set()).add(process)
     return found

@@ -340,8 +340,8 @@ LAUNCHES = {
     "metrics that are a folder": Launched(
         "sync-killed", "metrics.jsonl", Damage("folder"), False, "should be a file"
     ),
-    "evaluations": Launched("sync-killed", "evaluations.json", CUT, True, "cannot be understood"),
-    "launches": Launched("sync-killed", "provenance.json", CUT, True, "cannot be understood"),
+    "evaluations": Launched("sync-killed", "evaluations.json", CUT, True, "cannot be parsed"),
+    "launches": Launched("sync-killed", "provenance.json", CUT, True, "cannot be parsed"),
     "trackers": Launched(
         "sync-killed", "trackers.json", CUT, True, "for its trackers the run is a new one"
     ),

@@ -198,7 +198,7 @@ def test_one_that_cannot_be_made_is_named_with_the_line(folder: Path, name: str,
 def test_options_that_cannot_be_a_section_are_refused(tmp_path: Path):
     cases = {
         "1": "options must be a dataclass, not 1",
-        "make_dataclass('O', [('path', str, '')])": "O.path: this name is taken",
+        "make_dataclass('O', [('path', str, '')])": "O.path: this name is reserved",
         "make_dataclass('O', ['size'])": "O: TypeError: ",
         "make_dataclass('O', [('size', int, 1)], frozen=True)": "O: TypeError: cannot inherit",
     }

@@ -33,7 +33,7 @@ from realhf.launch.processes import (
     worker_specs,
 )
 from realhf.monitor.display import Display
-from realhf.monitor.run_files import deaths
+from realhf.monitor.run_files import read_deaths
 from realhf.scheduler.base import WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
 from realhf.transport.errors import LOST_MASTER, NetworkError
 from realhf.transport.network import RunKeys
@@ -144,7 +144,7 @@ def test_a_worker_of_any_run_that_the_master_declares_dead_is_killed_and_named(t
     ):
         run_workers(built.plan(built.spec, 0.0), scheduler, QUIET)
     assert scheduler.killed == [("env/0", "killed: no heartbeat for 8.1 s", 7, 70)]
-    assert [(death.process, death.then) for death in deaths(built.spec.run_dir)] == [
+    assert [(death.process, death.then) for death in read_deaths(built.spec.run_dir)] == [
         ("env/0", "the run cannot go on without it")
     ]
 
@@ -487,7 +487,7 @@ def test_a_successor_without_a_place_is_left_out_while_others_of_its_kind_run(cl
         processes._replace_workers(
             [end("generation/1")], FullScheduler("generation/1"), display, watch, tmp_path
         )
-    assert [(death.process, death.then) for death in deaths(tmp_path)] == [
+    assert [(death.process, death.then) for death in read_deaths(tmp_path)] == [
         (
             "generation/0",
             "it cannot be started again: generation/0: no host has room; the run goes on without "
@@ -512,7 +512,7 @@ def test_nobody_gets_a_successor_where_the_run_ends_anyway(clock, tmp_path):
             tmp_path,
         )
     assert scheduler.started == []
-    assert [(death.process, death.then) for death in deaths(tmp_path)] == [
+    assert [(death.process, death.then) for death in read_deaths(tmp_path)] == [
         ("generation/0", "the run cannot go on without model_worker/0"),
         ("rollout_worker/0", "the run cannot go on without model_worker/0"),
         ("model_worker/0", "the run cannot go on without it"),

@@ -26,7 +26,7 @@ from realhf.launch.checks import check_config
 from realhf.launch.compose import compose_config
 from realhf.launch.resume import check_resume, plain_options, resume_command
 from realhf.launch.run import RUN_FILES, find_removable_files, find_unknown_files
-from realhf.monitor.provenance import describe_changes, launches, record_launch
+from realhf.monitor.provenance import describe_changes, read_launches, record_launch
 from realhf.registry import registered_names
 from tests.dataflow.checkpoints import save
 
@@ -328,11 +328,11 @@ def test_the_history_of_a_run_is_kept(tmp_path):
             {"git": {"commit": "c"}, "arguments": [name]},
         )
         record_launch(tmp_path, launch, steps)
-    assert [(entry["at"], entry["completed_steps"]) for entry in launches(tmp_path)] == [
+    assert [(entry["at"], entry["completed_steps"]) for entry in read_launches(tmp_path)] == [
         ("a", 0),
         ("b", 5),
     ]
-    assert launches(tmp_path)[1]["changed"] == {"seed": [0, 5]}
+    assert read_launches(tmp_path)[1]["changed"] == {"seed": [0, 5]}
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"seed": 5}
     assert json.loads((tmp_path / "provenance.json").read_text())["arguments"] == ["b"]
 

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from realhf.launch.run import find_unknown_files
-from realhf.monitor.provenance import launches
+from realhf.monitor.provenance import read_launches
 from tests.process_family import family, gone
 
 pytestmark = pytest.mark.slow
@@ -188,7 +188,7 @@ def test_a_run_saves_everything_and_goes_on_where_it_ended(tmp_path):
     assert summary["heldout_success_before"]["overall"] == 0.0 and summary["steps"] == 5
     assert json.loads((run / "policy" / "weight.json").read_text()) == expected_losses(5)[5]
     assert "from step 4 on the run has other options: total_train_steps=3 -> 5" in again.stdout
-    assert [(entry["completed_steps"], entry["changed"]) for entry in launches(run)] == [
+    assert [(entry["completed_steps"], entry["changed"]) for entry in read_launches(run)] == [
         (0, {}),
         (3, {"total_train_steps": [3, 5]}),
     ]
@@ -201,7 +201,7 @@ def test_a_run_saves_everything_and_goes_on_where_it_ended(tmp_path):
         tmp_path, "experiment_name=skips", "total_train_steps=1", "recover_mode=disabled"
     )
     assert afresh.returncode == 0, afresh.stderr
-    assert losses(run) == expected_losses(1) and len(launches(run)) == 1
+    assert losses(run) == expected_losses(1) and len(read_launches(run)) == 1
 
 
 @pytest.mark.nightly

@@ -15,7 +15,7 @@ import pytest
 from realhf.monitor.advisories import advise, index_rollouts
 from realhf.monitor.advisory_rules import RULES, SEVERITIES
 from realhf.monitor.rollouts.format import PlayLine
-from realhf.monitor.rollouts.reader import Row
+from realhf.monitor.rollouts.reader import RolloutRow
 
 STEPS = 30
 OPTIONS = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "options.md").read_text(
@@ -307,4 +307,4 @@ def test_a_rollout_with_several_conversations_is_judged_once():
         PlayLine(id=f"s@0/{row}", time=0.0, step=1, task="t", branch=branch)
         for row, branch in enumerate((None, 0, 0))
     ]
-    assert len(index_rollouts([Row(play, None) for play in plays])) == 1
+    assert len(index_rollouts([RolloutRow(play, None) for play in plays])) == 1

@@ -215,7 +215,7 @@ def test_a_run_ends_with_a_trace_and_its_advisories(tmp_path: Path):
         )
         for step in (1, 2, 3):
             with tracer.span("train"):
-                log.step(step, row(step, **{"policy/loss": float("nan")}), [])
+                log.record_step(step, row(step, **{"policy/loss": float("nan")}), [])
     summary = log.finish(wall_seconds=6.0, train_calls=["actor_train"])
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert [event["args"]["step"] for event in events if event["name"] == "step"] == [1, 2, 3]
@@ -234,6 +234,6 @@ def test_a_trace_that_cannot_be_joined_does_not_fail_the_run(tmp_path: Path):
     log = RunLog(
         tmp_path, MonitorConfig(trackers=[]), EventStream(stream), completed_steps=0, total_steps=1
     )
-    log.step(1, {"time/step": 1.0}, [])
+    log.record_step(1, {"time/step": 1.0}, [])
     assert log.finish(wall_seconds=1.0, train_calls=[])["steps"] == 1
     assert "no trace" in stream.getvalue()

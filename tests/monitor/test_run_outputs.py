@@ -58,11 +58,11 @@ def quiet() -> MonitorConfig:
 def test_metrics_after_the_checkpoint_are_dropped_and_written_once(tmp_path: Path):
     log = RunLog(tmp_path, quiet(), EventStream(io.StringIO()), completed_steps=0, total_steps=3)
     for step in (1, 2, 3):
-        log.step(step, {"loss": float(step)}, [])
+        log.record_step(step, {"loss": float(step)}, [])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
     again = RunLog(tmp_path, quiet(), EventStream(io.StringIO()), completed_steps=2, total_steps=3)
-    again.step(3, {"loss": 30.0}, [])
+    again.record_step(3, {"loss": 30.0}, [])
     assert [(row["step"], row["loss"]) for row in read_metrics(tmp_path)] == [
         (1, 1.0),
         (2, 2.0),
@@ -192,11 +192,11 @@ def test_a_group_drives_no_terminal():
 def test_a_run_log_remembers_where_it_began(tmp_path: Path):
     stream = io.StringIO()
     log = RunLog(tmp_path, quiet(), EventStream(stream), completed_steps=0, total_steps=3)
-    log.evaluation(0, report(0.4))
+    log.record_evaluation(0, report(0.4))
     for step in (1, 2, 3):
-        log.step(step, {**ROW, "step": step}, ["a transcript"])
+        log.record_step(step, {**ROW, "step": step}, ["a transcript"])
     log.record_skipped(2, "actor_train", ["a", "b"], {"loss": float("nan")})
-    log.evaluation(3, report(0.6))
+    log.record_evaluation(3, report(0.6))
     log.finish(wall_seconds=5.0, train_calls=["actor_train"])
     kinds = [parse_event(line)["kind"] for line in stream.getvalue().splitlines()]  # type: ignore[index]
     assert kinds == ["evaluation", "step", "step", "step", "warning", "evaluation"]
@@ -204,9 +204,11 @@ def test_a_run_log_remembers_where_it_began(tmp_path: Path):
     assert json.loads((tmp_path / "nonfinite.jsonl").read_text())["ids"] == ["a", "b"]
 
     resumed = RunLog(tmp_path, quiet(), EventStream(stream), completed_steps=2, total_steps=5)
-    assert resumed.evaluations.at(0) == report(0.4) and resumed.evaluations.at(3) is None
+    assert (
+        resumed.evaluations.report_at(0) == report(0.4) and resumed.evaluations.report_at(3) is None
+    )
     RunLog(tmp_path, quiet(), EventStream(stream), completed_steps=0, total_steps=5)
-    assert Evaluations(tmp_path).at(0) is None and not (tmp_path / "episodes.txt").exists()
+    assert Evaluations(tmp_path).report_at(0) is None and not (tmp_path / "episodes.txt").exists()
 
 
 def test_lines_stand_behind_the_seconds_of_the_run(monkeypatch):
@@ -233,7 +235,7 @@ def bytes_of_a_step(log: RunLog) -> float:
     before = 0
     try:
         for step in range(1, 61):
-            log.step(step, {f"metric/{number}": number / step for number in range(40)}, [])
+            log.record_step(step, {f"metric/{number}": number / step for number in range(40)}, [])
             if step == 20:
                 gc.collect()
                 before = tracemalloc.get_traced_memory()[0]
@@ -247,7 +249,7 @@ def test_lost_rows_are_named_at_the_end_of_the_run(tmp_path: Path):
     stream = io.StringIO()
     log = RunLog(tmp_path, quiet(), EventStream(stream), completed_steps=0, total_steps=3)
     for step in (1, 2, 3):
-        log.step(step, {**ROW, "step": step}, [])
+        log.record_step(step, {**ROW, "step": step}, [])
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[2:]))
     assert log.finish(wall_seconds=5.0, train_calls=["actor_train"])["steps"] == 3
@@ -258,7 +260,7 @@ def test_lost_rows_are_named_at_the_end_of_the_run(tmp_path: Path):
 
 def test_a_row_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path: Path):
     log = RunLog(tmp_path, quiet(), EventStream(io.StringIO()), completed_steps=0, total_steps=3)
-    log.step(1, {**ROW, "step": 1}, [])
+    log.record_step(1, {**ROW, "step": 1}, [])
     path = tmp_path / "metrics.jsonl"
     before = path.read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -266,7 +268,7 @@ def test_a_row_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path: Path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 7, hard))
     try:
         with pytest.raises(OSError, match="File too large") as raised:
-            log.step(2, {**ROW, "step": 2}, [])
+            log.record_step(2, {**ROW, "step": 2}, [])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
@@ -386,7 +388,7 @@ def test_a_line_of_metrics_that_is_damaged_costs_that_line(tmp_path: Path, damag
     """Every resume used to end in a UnicodeDecodeError that named no file."""
     log, told = opened_log(tmp_path, 0)
     for step in (1, 2, 3):
-        log.step(step, {"loss": float(step)}, [])
+        log.record_step(step, {"loss": float(step)}, [])
     log.close()
     assert not told
     path = tmp_path / "metrics.jsonl"
@@ -395,7 +397,7 @@ def test_a_line_of_metrics_that_is_damaged_costs_that_line(tmp_path: Path, damag
     path.write_bytes(before := b"".join(lines))
     log, (line,) = opened_log(tmp_path, 3)
     log.close()
-    assert line.startswith(f"{path} is damaged in line 2 and is kept as metrics.jsonl.damaged")
+    assert line.startswith(f"{path} is damaged in line 2 and was renamed to metrics.jsonl.damaged")
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 3]
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == before
     path.unlink()
@@ -413,7 +415,7 @@ def test_evaluations_that_are_damaged_are_kept_and_done_without(
 ) -> None:
     log, _ = opened_log(tmp_path, 0)
     for step in (1, 2, 3):
-        log.step(step, {"loss": float(step)}, [])
+        log.record_step(step, {"loss": float(step)}, [])
     log.close()
     path = tmp_path / "evaluations.json"
     path.write_bytes(damage)
@@ -425,4 +427,4 @@ def test_evaluations_that_are_damaged_are_kept_and_done_without(
     path.unlink()
     log, (line,) = opened_log(tmp_path, 3)
     log.close()
-    assert line.startswith(f"{path} is gone")
+    assert line.startswith(f"{path} is missing")

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.monitor import trace
-from realhf.monitor.run_files import PLACEMENTS_FILE, HostLanes, Placement, note_placement
+from realhf.monitor.run_files import PLACEMENTS_FILE, HostLanes, Placement, record_placement
 from realhf.monitor.trace import (
     Lanes,
     TraceWriter,
@@ -294,12 +294,12 @@ def test_a_process_that_moves_is_on_each_host_in_its_time(tmp_path: Path):
         for at, host, process, lost in rows
     )
     (tmp_path / PLACEMENTS_FILE).write_bytes(text + b'{"at": 1, "ho')
-    note_placement(tmp_path, "launcher", "master")
+    record_placement(tmp_path, "launcher", "master")
     assert HostLanes(tmp_path).hosts == ["a", "b"], "the cut line has swallowed the one after it"
-    note_placement(tmp_path, "launcher", "master")
+    record_placement(tmp_path, "launcher", "master")
     hosts = HostLanes(tmp_path)
     assert hosts.hosts == ["launcher", "a", "b"]
-    assert [hosts.at("rollout_worker/0", round(1e6 * at)) for at in (1000.6, 1004, 1006)] == [
+    assert [hosts.host_at("rollout_worker/0", round(1e6 * at)) for at in (1000.6, 1004, 1006)] == [
         "b",
         "b",
         "a",

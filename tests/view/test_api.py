@@ -21,7 +21,7 @@ import pytest
 from benchmarks.view.made_up_run import HOSTILE, MadeUpRun
 from realhf.monitor.rollouts.format import FORMAT, PLAY, Header, PlayLine
 from realhf.monitor.rollouts.writer import ShardWriter
-from realhf.monitor.run_files import note_placement
+from realhf.monitor.run_files import record_placement
 from realhf.monitor.trace import TraceWriter, trace_path
 from realhf.view.run import Run
 from realhf.view.run_data import RunSpans
@@ -519,7 +519,7 @@ def test_processes_of_several_hosts_stand_by_their_host(tmp_path: Path):
         ("b", "model_worker/0"),
         ("c", "rollout_worker/0"),
     ):
-        note_placement(tmp_path, host, process)
+        record_placement(tmp_path, host, process)
     header, _ = unpacked(RunSpans(tmp_path).pack(0, 0))
     names = [process["name"] for process in header["processes"]]
     assert names == ["launcher · master", "b · model_worker/0", "c · rollout_worker/0"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from realhf.api.passport import PASSPORT_FILE, Counts, Passport
-from realhf.monitor.run_files import note_death, note_placement
+from realhf.monitor.run_files import record_death, record_placement
 from realhf.view.__main__ import main
 from realhf.view.report import MAX_STEPS, write_report
 from realhf.view.run import mask_secrets
@@ -143,9 +143,9 @@ def test_the_report_of_a_killed_run_says_what_happened(
         json.dumps({"arguments": ["seed=3"], "launches": [begun, again]})
     )
     (folder / "nonfinite.jsonl").write_text('{"step": 2, "call": "actor_train"}\n{"step')
-    note_death(folder, "generation/0", "killed: no heartbeat", "it is started again")
-    note_placement(folder, "a", "rollout_worker/0")
-    note_placement(folder, "a", lost="its wire was cut")
+    record_death(folder, "generation/0", "killed: no heartbeat", "it is started again")
+    record_placement(folder, "a", "rollout_worker/0")
+    record_placement(folder, "a", lost="its wire was cut")
     assert main(["report", str(folder)]) == 0 and capsys.readouterr().out.strip() == str(
         folder / "report.html"
     )

@@ -151,7 +151,7 @@ async def test_a_checkpoint_is_written_between_evaluations_that_each_last_until_
         master._log = log = RunLog(
             spec.run_dir, plan.monitor, events, completed_steps=0, total_steps=total
         )
-        stack.push_async_exit(log.leave)
+        stack.push_async_exit(log.close_async)
         await scene.rollouts.start()
         await master._evaluate(0)
         await asyncio.wait_for(master._train_steps(0, total), 60)
@@ -213,7 +213,7 @@ async def test_a_stop_while_the_last_checkpoint_is_written_ends_the_run_after_it
     """The run went on with its last evaluation and the export, as if nobody had asked."""
     master = Asked(tmp_path)
     async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_exit(master._log.leave)
+        stack.push_async_exit(master._log.close_async)
         with pytest.raises(RunStopped):
             await master._train(stack)
     assert master.evaluated == [0, 1]
@@ -229,7 +229,7 @@ async def test_a_stop_before_a_checkpoint_is_restored_says_that_it_is_there(tmp_
     await master._find_checkpoint()
     master.request_stop()
     assert "a checkpoint of step 7 is saved" in master.said.getvalue()
-    await master._log.leave(None, None, None)
+    await master._log.close_async(None, None, None)
 
 
 @pytest.mark.slow
@@ -237,12 +237,12 @@ async def test_an_evaluation_beside_training_that_cannot_be_recorded_ends_the_ru
     """The next one took the place of its error, and no evaluation of the run was recorded without a
     word."""
     master = Asked(tmp_path)
-    await master._log.leave(None, None, None)
+    await master._log.close_async(None, None, None)
 
     def full(step, report):
         raise OSError(errno.ENOSPC, "no room")
 
-    master._log.evaluation = full
+    master._log.record_evaluation = full
     evaluation = master._spec.evaluation
     assert evaluation is not None
     master._start_recording(1, evaluation, {"sampled": {}})

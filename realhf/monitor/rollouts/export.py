@@ -24,8 +24,8 @@ import msgspec
 import realhf
 from realhf.base.files import atomic_file
 from realhf.base.installation import install_command
-from realhf.monitor.rollouts.format import TRAIN, encode_record, plain, repair_text, shorten_text
-from realhf.monitor.rollouts.reader import NoRecord, RolloutStore, Row
+from realhf.monitor.rollouts.format import TRAIN, encode_record, repair_text, shorten_text, to_plain
+from realhf.monitor.rollouts.reader import NoRecord, RolloutRow, RolloutStore
 
 _LOCATION_FIELDS = ("shard", "offset", "bytes", "line", "writer", "has_tokens")
 _TRAIN_FIELDS = (
@@ -48,7 +48,7 @@ class ExportCounts:
     """Number of rollouts without a readable record."""
 
 
-def sort_rows(store: RolloutStore) -> list[Row]:
+def sort_rows(store: RolloutStore) -> list[RolloutRow]:
     """Return the valid rollouts in the order of their records on the disk."""
     return sorted(
         store.rows(),
@@ -56,33 +56,33 @@ def sort_rows(store: RolloutStore) -> list[Row]:
     )
 
 
-def flatten_row(row: Row) -> dict[str, Any]:
+def flatten_row(row: RolloutRow) -> dict[str, Any]:
     """Return the index fields of a rollout: those of ``play``, and those of ``train`` as
     ``train_<name>``.
 
     The latter are None if it was not trained.
     """
-    found = {
+    fields = {
         name: value
         for name, value in msgspec.structs.asdict(row.play).items()
         if name not in _LOCATION_FIELDS
     }
-    found["step_trained"] = None if row.train is None else row.train.step
+    fields["step_trained"] = None if row.train is None else row.train.step
     for name in _TRAIN_FIELDS:
-        found[f"train_{name}"] = None if row.train is None else getattr(row.train, name)
-    return found
+        fields[f"train_{name}"] = None if row.train is None else getattr(row.train, name)
+    return fields
 
 
 def iterate_records(
-    store: RolloutStore, rows: list[Row], counted: ExportCounts
-) -> Iterator[tuple[Row, dict[str, Any]]]:
-    """Yield each row with its record, {} if it cannot be read, and update ``counted``."""
+    store: RolloutStore, rows: list[RolloutRow], counts: ExportCounts
+) -> Iterator[tuple[RolloutRow, dict[str, Any]]]:
+    """Yield each row with its record, {} if it cannot be read, and update ``counts``."""
     for row in rows:
-        counted.rollouts += 1
+        counts.rollouts += 1
         try:
             yield row, store.record(row.play)
         except NoRecord:
-            counted.without_record += 1
+            counts.without_record += 1
             yield row, {}
 
 
@@ -117,13 +117,13 @@ def write_parquet(store: RolloutStore, out: Path) -> ExportCounts:
     schema = arrow.schema(
         [(name, getattr(arrow, kind)()) for kind, names in _TYPES for name in names.split()]
     )
-    counted = ExportCounts()
-    found = iterate_records(store, sort_rows(store), counted)
+    counts = ExportCounts()
+    records = iterate_records(store, sort_rows(store), counts)
     with (
         atomic_file(out) as partial,
         parquet.ParquetWriter(partial, schema, compression="zstd") as writer,
     ):
-        while batch := list(islice(found, _ROWS_PER_BATCH)):
+        while batch := list(islice(records, _ROWS_PER_BATCH)):
             table = [
                 flatten_row(row)
                 | {name: _text(record.get(name)) for name in ("status", "message")}
@@ -134,7 +134,7 @@ def write_parquet(store: RolloutStore, out: Path) -> ExportCounts:
                 for row, record in batch
             ]
             writer.write_table(arrow.Table.from_pylist(table, schema))
-    return counted
+    return counts
 
 
 def _text(value: object) -> str | None:
@@ -152,24 +152,24 @@ def write_inspect(store: RolloutStore, out: Path) -> ExportCounts:
     A sample in a log is a task instance, and each epoch of it a rollout. Scores are ``reward`` and
     ``success``; a failure is an error without a score.
     """
-    counted = ExportCounts()
+    counts = ExportCounts()
     out.mkdir(parents=True, exist_ok=True)
-    logs: dict[str, list[Row]] = {}
+    logs: dict[str, list[RolloutRow]] = {}
     for row in sort_rows(store):
         play = row.play
         name = TRAIN if play.split == TRAIN else f"{play.split.replace('/', '-')}-step{play.step}"
         logs.setdefault(shorten_text(name.replace("/", "-")), []).append(row)
     for name, rows in sorted(logs.items()):
-        _write_log(store, out / f"{name}.eval", name, rows, counted)
-    return counted
+        _write_log(store, out / f"{name}.eval", name, rows, counts)
+    return counts
 
 
 def _write_log(
-    store: RolloutStore, path: Path, name: str, rows: list[Row], counted: ExportCounts
+    store: RolloutStore, path: Path, name: str, rows: list[RolloutRow], counts: ExportCounts
 ) -> None:
     began = min(row.play.time for row in rows)
     ended = max(row.play.time for row in rows)
-    header = _header(store, name, rows, _format_time(began), _format_time(ended))
+    header = _build_header(store, name, rows, _format_time(began), _format_time(ended))
     summaries: list[dict[str, Any]] = []
     with (
         atomic_file(path) as partial,
@@ -179,24 +179,24 @@ def _write_log(
             file, "_journal/start.json", {key: header[key] for key in ("version", "eval", "plan")}
         )
         epochs: dict[str, int] = {}
-        for row, record in iterate_records(store, rows, counted):
+        for row, record in iterate_records(store, rows, counts):
             sample = _safe_sample_name(row.play.sample)
             epochs[sample] = epochs.get(sample, 0) + 1
-            entry = _sample(row, record, sample, epochs[sample])
+            entry = _build_sample(row, record, sample, epochs[sample])
             _add_json(file, f"samples/{sample}_epoch_{epochs[sample]}.json", entry)
             summaries.append(_sample_summary(entry))
         _add_json(file, "summaries.json", summaries)
         _add_json(file, "header.json", header)
 
 
-def _header(
-    store: RolloutStore, name: str, rows: list[Row], began: str, ended: str
+def _build_header(
+    store: RolloutStore, name: str, rows: list[RolloutRow], began: str, ended: str
 ) -> dict[str, Any]:
     samples = list(dict.fromkeys(_safe_sample_name(row.play.sample) for row in rows))
     valid = [row.play for row in rows if row.play.failure is None]
     run = hashlib.blake2b(f"{store.folder}/{name}".encode(), digest_size=12).hexdigest()
     scores = [
-        _score(
+        _build_score(
             score, [float(getattr(play, score) or 0.0) for play in valid], len(rows) - len(valid)
         )
         for score in ("reward", "success")
@@ -224,7 +224,7 @@ def _header(
     }
 
 
-def _score(name: str, values: list[float], failed: int) -> dict[str, Any]:
+def _build_score(name: str, values: list[float], failed: int) -> dict[str, Any]:
     mean = sum(values) / len(values) if values else 0.0
     return {
         "name": name,
@@ -236,17 +236,19 @@ def _score(name: str, values: list[float], failed: int) -> dict[str, Any]:
     }
 
 
-def _sample(row: Row, record: Mapping[str, Any], sample: str, epoch: int) -> dict[str, Any]:
+def _build_sample(
+    row: RolloutRow, record: Mapping[str, Any], sample: str, epoch: int
+) -> dict[str, Any]:
     play = row.play
-    messages = list(_messages(record.get("messages") or [], play.id))
+    messages = list(_iterate_messages(record.get("messages") or [], play.id))
     first = next(
         (number for number, each in enumerate(messages) if each["role"] == "assistant"),
         len(messages),
     )
-    said = next((each for each in reversed(messages) if each["role"] == "assistant"), None)
+    last_turn = next((each for each in reversed(messages) if each["role"] == "assistant"), None)
     choices = (
-        [{"message": said, "stop_reason": "max_tokens" if play.truncated else "stop"}]
-        if said
+        [{"message": last_turn, "stop_reason": "max_tokens" if play.truncated else "stop"}]
+        if last_turn
         else []
     )
     entry: dict[str, Any] = {
@@ -273,7 +275,7 @@ def _sample(row: Row, record: Mapping[str, Any], sample: str, epoch: int) -> dic
     return entry
 
 
-def _messages(messages: list[Any], id: str) -> Iterator[dict[str, Any]]:
+def _iterate_messages(messages: list[Any], id: str) -> Iterator[dict[str, Any]]:
     """Yield the messages of a conversation in the format of Inspect."""
     for number, message in enumerate(messages):
         role = message.get("role") if message.get("role") in _ROLES else "user"
@@ -308,7 +310,7 @@ def _messages(messages: list[Any], id: str) -> Iterator[dict[str, Any]]:
 
 
 def _sample_summary(sample: Mapping[str, Any]) -> dict[str, Any]:
-    shown = {
+    summary = {
         name: sample[name] for name in ("id", "epoch", "input", "target", "scores", "total_time")
     }
     metadata = {
@@ -316,7 +318,7 @@ def _sample_summary(sample: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in sample["metadata"].items()
         if isinstance(value, (str, int, float))
     }
-    return shown | {
+    return summary | {
         "metadata": metadata,
         "completed": True,
         "error": sample["error"]["message"] if "error" in sample else None,
@@ -327,16 +329,16 @@ def _sample_summary(sample: Mapping[str, Any]) -> dict[str, Any]:
 def _safe_sample_name(sample: str) -> str:
     """Return a name of a sample for a file in a log: its id, or if this is long or unsafe, a part
     of it and a hash."""
-    kept = "".join(
+    safe = "".join(
         each if each.isascii() and (each.isalnum() or each in "-_@") else "_" for each in sample
     )[:80]
-    if kept == sample:
+    if safe == sample:
         return sample
-    return f"{kept}-{hashlib.blake2b(sample.encode('utf-8', 'surrogatepass'), digest_size=6).hexdigest()}"
+    return f"{safe}-{hashlib.blake2b(sample.encode('utf-8', 'surrogatepass'), digest_size=6).hexdigest()}"
 
 
 def _add_json(file: zipfile.ZipFile, name: str, value: Any) -> None:
-    file.writestr(name, json.dumps(plain(value, text=repair_text)))
+    file.writestr(name, json.dumps(to_plain(value, text=repair_text)))
 
 
 def _format_time(seconds: float) -> str:
@@ -370,17 +372,17 @@ def write_jsonl(store: RolloutStore, out: Path) -> ExportCounts:
 
     Rollouts with recorded tokens have the trainer's data of them as ``trained``.
     """
-    counted = ExportCounts()
+    counts = ExportCounts()
     with atomic_file(out) as partial, partial.open("wb") as file:
-        for row, record in iterate_records(store, sort_rows(store), counted):
+        for row, record in iterate_records(store, sort_rows(store), counts):
             line = flatten_row(row) | {"record": record}
             if row.train is not None and row.train.has_tokens:
                 try:
                     line["trained"] = store.record(row.train)
                 except NoRecord:
-                    counted.without_record += 1
+                    counts.without_record += 1
             file.write(encode_record(line) + b"\n")
-    return counted
+    return counts
 
 
 KINDS: MappingProxyType[str, Callable[[RolloutStore, Path], ExportCounts]] = MappingProxyType(
@@ -401,12 +403,14 @@ def export_command(arguments: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     parser.add_argument("--to", choices=[*KINDS], required=True, help="the format")
     parser.add_argument("out", type=Path, metavar="OUT", help="a file; for inspect a folder")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        done = export(given.run, given.to, given.out)
+        counts = export(options.run, options.to, options.out)
     except ExportFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    lost = f"; of {done.without_record} the record cannot be read" if done.without_record else ""
-    print(f"{done.rollouts} rollouts in {given.out}{lost}")
+    unreadable = (
+        f"; of {counts.without_record} the record cannot be read" if counts.without_record else ""
+    )
+    print(f"{counts.rollouts} rollouts in {options.out}{unreadable}")
     return 0

@@ -180,7 +180,7 @@ def encode_record(value: Any) -> bytes:
         return _ENCODER.encode(value)
     except Exception:
         return json.dumps(
-            plain(value), ensure_ascii=True, separators=(",", ":"), allow_nan=False
+            to_plain(value), ensure_ascii=True, separators=(",", ":"), allow_nan=False
         ).encode()
 
 
@@ -189,7 +189,7 @@ def decode_record(line: bytes) -> Any:
     return json.loads(line)
 
 
-def plain(value: Any, depth: int = 40, text: Callable[[str], str] = str) -> Any:
+def to_plain(value: Any, depth: int = 40, text: Callable[[str], str] = str) -> Any:
     """Convert any value to plain data for JSON.
 
     text: applied to all texts. Values nested deeper than ``depth`` become their descriptions.
@@ -202,7 +202,7 @@ def plain(value: Any, depth: int = 40, text: Callable[[str], str] = str) -> Any:
         return float(value) if math.isfinite(value) else None
     if depth > 0 and isinstance(value, Mapping):
         return {
-            text(key) if isinstance(key, str) else ascii(key): plain(item, depth - 1, text)
+            text(key) if isinstance(key, str) else ascii(key): to_plain(item, depth - 1, text)
             for key, item in value.items()
         }
     if (
@@ -210,7 +210,7 @@ def plain(value: Any, depth: int = 40, text: Callable[[str], str] = str) -> Any:
         and isinstance(value, (Sequence, set, frozenset))
         and not isinstance(value, (bytes, bytearray))
     ):
-        return [plain(item, depth - 1, text) for item in value]
+        return [to_plain(item, depth - 1, text) for item in value]
     return _describe(value)
 
 
@@ -219,7 +219,7 @@ def _describe(value: Any) -> Any:
     description."""
     item = getattr(value, "item", None)
     if callable(item) and getattr(value, "shape", None) == ():
-        return plain(item())
+        return to_plain(item())
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, (Sequence, set, frozenset)) and not isinstance(

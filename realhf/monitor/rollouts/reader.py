@@ -68,17 +68,17 @@ class IndexFile:
     def read_new_lines(self) -> list[Line]:
         """Return the lines that were completed since the last call; none of a ``replaced`` file.
         Raises OSError."""
-        found: list[Line] = []
+        lines: list[Line] = []
         for line in self._tail.lines():
             if self.replaced or self.problem:
                 return []
             if self.header is None:
                 self._read_header(line)
             else:
-                self._parse_line(line, found)
+                self._parse_line(line, lines)
         if self._tail.torn > _MAX_LINE_BYTES:
             self.problem = self.problem or f"{self.path.name}: a line has no end"
-        return found
+        return lines
 
     def _read_header(self, line: bytes) -> None:
         try:
@@ -102,11 +102,11 @@ class IndexFile:
         except (msgspec.MsgspecError, UnicodeDecodeError):
             self.problem = f"{self.path.name}: no index of rollouts"
 
-    def _parse_line(self, line: bytes, found: list[Line]) -> None:
+    def _parse_line(self, line: bytes, lines: list[Line]) -> None:
         assert self.header is not None
         decode = _PLAY if self.header.family == PLAY else _TRAIN
         try:
-            found.append(decode(line))
+            lines.append(decode(line))
         except (msgspec.MsgspecError, UnicodeDecodeError):
             try:
                 self.notes.append(_NOTE(line).note)
@@ -127,7 +127,7 @@ class NoRecord(LookupError):
     """A record that cannot be read; the text has the reason."""
 
 
-class Row(NamedTuple):
+class RolloutRow(NamedTuple):
     """A rollout as played and as trained."""
 
     play: PlayLine
@@ -188,7 +188,7 @@ class LineTable:
             return earlier.began < header.began
         return other.time <= line.time
 
-    def current(self) -> Iterator[Line]:
+    def valid_lines(self) -> Iterator[Line]:
         """Yield the valid lines: the newest of each id, unless a resumed run has repeated its step.
 
         The latter is so if a later incarnation of its worker began at this step or before.
@@ -223,7 +223,7 @@ class RolloutStore:
         self.epoch = 0
         self._indexes: list[IndexFile] = []
         self._missing = False
-        self._open: tuple[tuple[int, int, int, int], list[bytes]] | None = None
+        self._cached_member: tuple[tuple[int, int, int, int], list[bytes]] | None = None
 
     @property
     def problems(self) -> list[str]:
@@ -233,14 +233,16 @@ class RolloutStore:
                 f"{self.folder}: there are no rollouts (recording is off, has not begun, or the "
                 f"folder is gone)"
             ]
-        found = [index.problem for index in self._indexes if index.problem]
-        found += [f"{index.path.name}: {note}" for index in self._indexes for note in index.notes]
-        found += [
+        problems = [index.problem for index in self._indexes if index.problem]
+        problems += [
+            f"{index.path.name}: {note}" for index in self._indexes for note in index.notes
+        ]
+        problems += [
             f"{index.path.name}: {index.bad_lines} lines make no sense and are left out"
             for index in self._indexes
             if index.bad_lines
         ]
-        return found
+        return problems
 
     @property
     def torn(self) -> list[str]:
@@ -254,29 +256,33 @@ class RolloutStore:
         in ``problems``.
         """
         try:
-            found = [path for path in self.folder.iterdir() if path.name.endswith(INDEX_SUFFIX)]
-            names = sorted(path for path in found if path.is_file())
+            candidates = [
+                path for path in self.folder.iterdir() if path.name.endswith(INDEX_SUFFIX)
+            ]
+            names = sorted(path for path in candidates if path.is_file())
         except OSError:
             if not self._missing:
                 self._reset()
             self._missing = True
             return 0
         self._missing = False
-        gone = {index.path for index in self._indexes} - set(names)
-        added = 0 if gone else self._read(names)
-        if gone or any(index.replaced for index in self._indexes):
+        missing = {index.path for index in self._indexes} - set(names)
+        added = 0 if missing else self._read_indexes(names)
+        if missing or any(index.replaced for index in self._indexes):
             self._reset()
-            added = self._read(names)
+            added = self._read_indexes(names)
         return added
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[RolloutRow]:
         """Yield the valid rollouts, each with its training data."""
-        trained = {line.id: line for line in self.train.current() if isinstance(line, TrainLine)}
-        for line in self.play.current():
+        trained = {
+            line.id: line for line in self.train.valid_lines() if isinstance(line, TrainLine)
+        }
+        for line in self.play.valid_lines():
             if isinstance(line, PlayLine):
-                yield Row(line, trained.get(line.id) if line.split == TRAIN else None)
+                yield RolloutRow(line, trained.get(line.id) if line.split == TRAIN else None)
 
-    def find(self, id: str) -> Row | None:
+    def find(self, id: str) -> RolloutRow | None:
         """Return the rollout with this id; None if there is none."""
         number = self.play.newest.get(id)
         train_number = self.train.newest.get(id)
@@ -285,9 +291,9 @@ class RolloutStore:
         line = self.play.lines[number]
         trained = None if train_number is None else self.train.lines[train_number]
         assert isinstance(line, PlayLine)
-        return Row(line, trained if isinstance(trained, TrainLine) else None)
+        return RolloutRow(line, trained if isinstance(trained, TrainLine) else None)
 
-    def group(self, sample: str) -> list[Row]:
+    def group(self, sample: str) -> list[RolloutRow]:
         """Return the rollouts of a sample in the order of their rows."""
         rollouts = []
         row = 0
@@ -328,12 +334,12 @@ class RolloutStore:
         """Unpack a member. The last one is cached, since neighbours are often read one after the
         other."""
         key = (line.writer, line.shard, line.offset, line.bytes)
-        known = self._open
+        known = self._cached_member
         if known is None or known[0] != key:
-            known = self._open = key, _read_member(path, line).split(b"\n")
+            known = self._cached_member = key, _read_member(path, line).split(b"\n")
         return known[1]
 
-    def _read(self, paths: Sequence[Path]) -> int:
+    def _read_indexes(self, paths: Sequence[Path]) -> int:
         known = {index.path for index in self._indexes}
         self._indexes += [IndexFile(path) for path in paths if path not in known]
         return sum(self._read_index(number, index) for number, index in enumerate(self._indexes))
@@ -353,7 +359,7 @@ class RolloutStore:
     def _reset(self) -> None:
         self.epoch += 1
         self._indexes = []
-        self._open = None
+        self._cached_member = None
         self.play.clear()
         self.train.clear()
 

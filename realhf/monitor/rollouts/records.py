@@ -44,7 +44,7 @@ class Selection:
             self.share > 0 and _hash_to_unit_interval("rollout", key) < self.share
         )
 
-    def with_tokens(self, key: str) -> bool:
+    def selects_tokens(self, key: str) -> bool:
         """Return whether the tokens of a selected sample are recorded."""
         return self.token_share >= 1 or (
             self.token_share > 0 and _hash_to_unit_interval("tokens", key) < self.token_share
@@ -248,18 +248,20 @@ def _limit_info(info: Mapping[str, Any]) -> Any:
     In a larger map the largest values are shortened to the space that the smaller ones leave. A map
     with more than ``_MOST_PARTS`` values, or with very long names, becomes a text as a whole.
     """
-    whole = limit_size(info)
-    if whole is info or len(info) > _MOST_PARTS:
-        return whole
+    as_text = limit_size(info)
+    if as_text is info or len(info) > _MOST_PARTS:
+        return as_text
     sizes = sorted((len(encode_record(value)), name) for name, value in info.items())
-    kept = dict[str, Any]()
+    limited = dict[str, Any]()
     left = INFO_BYTES
     for place, (size, name) in enumerate(sizes):
         share = left // (len(sizes) - place)
-        kept[name] = limit_size(info[name], share)
+        limited[name] = limit_size(info[name], share)
         left -= min(size, share)
     return (
-        {name: kept[name] for name in info} if len(encode_record(kept)) <= 2 * INFO_BYTES else whole
+        {name: limited[name] for name in info}
+        if len(encode_record(limited)) <= 2 * INFO_BYTES
+        else as_text
     )
 
 
@@ -291,15 +293,15 @@ def _limit_text(text: Any) -> Any:
     return f"{text[:half]}\n[{len(text) - 2 * half} characters are not kept]\n{text[-half:]}"
 
 
-def limit_size(value: Any, most: int = INFO_BYTES) -> Any:
-    """Return a value if its JSON has at most ``most`` bytes, else the beginning of its JSON with a
+def limit_size(value: Any, max_bytes: int = INFO_BYTES) -> Any:
+    """Return a value if its JSON has at most ``max_bytes`` bytes, else the beginning of its JSON with a
     note as a text."""
     if not value:
         return value
     encoded = encode_record(value)
-    if len(encoded) <= most:
+    if len(encoded) <= max_bytes:
         return value
-    return f"{encoded[:most].decode('utf-8', 'replace')} [{len(encoded) - most} bytes are not kept]"
+    return f"{encoded[:max_bytes].decode('utf-8', 'replace')} [{len(encoded) - max_bytes} bytes are not kept]"
 
 
 Array = np.ndarray[Any, Any]
@@ -315,7 +317,7 @@ def train_records(
     now = round(time.time(), 3)
     for sample, count in zip(rows.ids, rows.rows, strict=True):
         chosen = selection.selects(sample)
-        with_tokens = chosen and selection.with_tokens(sample)
+        with_tokens = chosen and selection.selects_tokens(sample)
         for row in range(int(count)):
             if chosen:
                 part = slice(int(ends[number] - rows.lengths[number]), int(ends[number]))

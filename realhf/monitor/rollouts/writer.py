@@ -61,7 +61,7 @@ class ShardWriter:
         self._header = header
         self._records: list[bytes] = []
         self._lines: list[IndexLine] = []
-        self._bare: list[IndexLine] = []
+        self._without_record: list[IndexLine] = []
         self._size = 0
         self._index: int | None = None
         self._shard: int | None = None
@@ -70,14 +70,14 @@ class ShardWriter:
         self._encode = msgspec.json.Encoder().encode
 
     @property
-    def waiting(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether there are lines to flush."""
-        return bool(self._lines or self._bare)
+        return bool(self._lines or self._without_record)
 
     def add(self, record: bytes | None, line: IndexLine) -> bool:
         """Add a line and its record (None for none); return whether the records fill a member."""
         if record is None:
-            self._bare.append(line)
+            self._without_record.append(line)
             return False
         self._records.append(record)
         self._lines.append(line)
@@ -88,10 +88,10 @@ class ShardWriter:
         """Write a member with the records, then their lines and the lines without a record."""
         records = self._records
         lines = self._lines
-        bare = self._bare
+        bare = self._without_record
         self._records = []
         self._lines = []
-        self._bare = []
+        self._without_record = []
         self._size = 0
         if records:
             member = igzip.compress(b"\n".join(records) + b"\n", compresslevel=_LEVEL)
@@ -203,7 +203,7 @@ class RolloutWriter(RolloutRecorder):
         self._lock = threading.Lock()
         self._tokens = 0
         self._dropped = 0
-        self._begun = False
+        self._has_written = False
         self._thread: threading.Thread | None = None
         if self.keeps:
             self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
@@ -285,7 +285,7 @@ class RolloutWriter(RolloutRecorder):
         warning."""
         records: Iterable[tuple[bytes | None, IndexLine]]
         if isinstance(item, PlayedSample):
-            with_tokens = self._selection.with_tokens(item.key or item.id)
+            with_tokens = self._selection.selects_tokens(item.key or item.id)
             family = self._families[PLAY]
             records = play_records(item, with_tokens=with_tokens)
         else:
@@ -304,12 +304,12 @@ class RolloutWriter(RolloutRecorder):
 
     def _flush(self, family: ShardWriter) -> None:
         """Write the added records. Raises _FolderFull at the limit of bytes, and OSError."""
-        if not family.waiting:
+        if not family.has_pending:
             return
-        if _count_bytes(self._folder, begun=self._begun) >= self._limit:
+        if _count_bytes(self._folder, has_written=self._has_written) >= self._limit:
             raise _FolderFull
         family.flush()
-        self._begun = True
+        self._has_written = True
 
     def _stop(self, reason: str) -> None:
         """Stop recording, and write the reason into the log and, if possible, into the index."""
@@ -330,14 +330,14 @@ def _find_last_start(folder: Path, worker: str) -> float:
     The next incarnation must have a later start even if the clock was set back, since readers sort
     by it.
     """
-    named = re.compile(
+    pattern = re.compile(
         rf"\w+-{re.escape(worker)}\.([0-9a-f]{{11}})-[0-9a-f]+{re.escape(INDEX_SUFFIX)}"
     )
     try:
-        found = [named.fullmatch(name) for name in os.listdir(folder)]
+        matches = [pattern.fullmatch(name) for name in os.listdir(folder)]
     except OSError:
         return 0.0
-    return max((int(match[1], 16) / 1000 for match in found if match), default=0.0)
+    return max((int(match[1], 16) / 1000 for match in matches if match), default=0.0)
 
 
 def _count_tokens(item: PlayedSample | TrainedRows) -> int:
@@ -347,16 +347,16 @@ def _count_tokens(item: PlayedSample | TrainedRows) -> int:
     return sum(len(row.prompt_ids) + len(row.completion_ids) for row in rows)
 
 
-def _count_bytes(folder: Path, *, begun: bool) -> int:
-    """Return the total size of the files in a folder; 0 if it does not exist and has not ``begun``.
+def _count_bytes(folder: Path, *, has_written: bool) -> int:
+    """Return the total size of the files in a folder; 0 if it does not exist and nothing was written yet (``has_written``).
 
-    Raises FileNotFoundError if it has begun and was removed.
+    Raises FileNotFoundError if it was removed after a write.
     """
     try:
         with os.scandir(folder) as entries:
             return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
     except FileNotFoundError:
-        if begun:
+        if has_written:
             raise
         return 0
 

@@ -21,7 +21,7 @@ from realhf.monitor.trackers import (
     ADAPTERS,
     RunInfo,
     TrackerStream,
-    _name,
+    _clean_name,
     find_logs,
     flatten_config,
     run_info,
@@ -128,10 +128,10 @@ def test_one_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_resumed_run_has_its_id_and_a_fresh_one_another(tmp_path: Path) -> None:
     first, resumed, afresh = (run_info(tmp_path, completed) for completed in (0, 5, 0))
     assert first.id == resumed.id != afresh.id and resumed.resumed and not first.resumed
-    resumed.remember("mlflow", "abc")
+    resumed.store_name("mlflow", "abc")
     assert (
-        run_info(tmp_path, 7).known("mlflow") == "abc"
-        and run_info(tmp_path, 0).known("mlflow") is None
+        run_info(tmp_path, 7).stored_name("mlflow") == "abc"
+        and run_info(tmp_path, 0).stored_name("mlflow") is None
     )
     (tmp_path / "trackers.json").write_text("[torn")
     assert run_info(tmp_path, 7).id
@@ -158,7 +158,10 @@ def test_a_configuration_becomes_flat_and_names_stay_in_their_folder() -> None:
         "d": '[1, "x"]',
         "e": "t",
     }
-    assert _name("success/../../etc:x<>/a") == "success/etc_x__/a" and _name("../..") == "_"
+    assert (
+        _clean_name("success/../../etc:x<>/a") == "success/etc_x__/a"
+        and _clean_name("../..") == "_"
+    )
 
 
 def test_tensorboard_reads_what_a_run_logs_without_torch(tmp_path: Path) -> None:
@@ -167,9 +170,9 @@ def test_tensorboard_reads_what_a_run_logs_without_torch(tmp_path: Path) -> None
     (tmp_path / "config.yaml").write_text("seed: 3\n")
     output = io.StringIO()
     log = RunLog(tmp_path, MonitorConfig(), EventStream(output), completed_steps=0, total_steps=2)
-    log.step(1, {"policy/loss": 0.5, "broken": float("nan")}, ["a transcript"])
-    log.evaluation(1, {"sampled": {"overall": {"success": 0.5, "episodes": 3}}})
-    log.step(2, {"policy/loss": 0.25}, [])
+    log.record_step(1, {"policy/loss": 0.5, "broken": float("nan")}, ["a transcript"])
+    log.record_evaluation(1, {"sampled": {"overall": {"success": 0.5, "episodes": 3}}})
+    log.record_step(2, {"policy/loss": 0.25}, [])
     log.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
