@@ -348,7 +348,8 @@ def _count_tokens(item: PlayedSample | TrainedRows) -> int:
 
 
 def _count_bytes(folder: Path, *, has_written: bool) -> int:
-    """Return the total size of the files in a folder; 0 if it does not exist and nothing was written yet (``has_written``).
+    """Return the total size of the files in a folder; 0 if it does not exist and nothing was written
+    yet (``has_written``).
 
     Raises FileNotFoundError if it was removed after a write.
     """
