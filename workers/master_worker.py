@@ -510,7 +510,7 @@ class MasterWorker:
     async def _show_activity(self) -> None:
         """Emit an event for the display whenever the running calls change. Runs until it is
         cancelled."""
-        shown: dict[str, Any] = {}
+        last_shown: dict[str, Any] = {}
         while True:
             if sections := await self._steps.collect_live_metrics():
                 self._events.emit("rollouts", **sections)
@@ -522,9 +522,9 @@ class MasterWorker:
             resident = len(self._executor.buffer)
             capacity = self._executor.buffer.max_size
             now = {"calls": running, "resident": resident, "capacity": capacity}
-            if now != shown:
+            if now != last_shown:
                 self._events.emit("activity", **now)
-                shown = now
+                last_shown = now
             await asyncio.sleep(ACTIVITY_INTERVAL_S)
 
     async def _show_progress(self, call: str, worker: str) -> None:

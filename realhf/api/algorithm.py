@@ -58,8 +58,8 @@ class Algorithm:
     """Whether the advantages need groups of at least two rollouts."""
 
     def __post_init__(self) -> None:
-        for name, brought in ((LOSS, self.loss), (ADVANTAGES, self.advantages)):
-            if brought is not None and name in self.preset:
+        for name, value in ((LOSS, self.loss), (ADVANTAGES, self.advantages)):
+            if value is not None and name in self.preset:
                 raise ValueError(
                     f"preset: {name}={self.preset[name]} and a function of its own; remove one "
                     "of them"
@@ -96,7 +96,7 @@ class Algorithm:
         own = {LOSS: self.loss, ADVANTAGES: self.advantages}
         return {
             **self.preset,
-            **{name: reference for name, brought in own.items() if brought is not None},
+            **{name: reference for name, function in own.items() if function is not None},
         }
 
     def read_options(self, section: Any) -> Any:

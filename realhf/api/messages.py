@@ -111,8 +111,8 @@ def _calls_problem(calls: Any) -> str:
             form = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
             return f"tool_calls[{number}] must be {form}, not {format_value(call)}"
         if not _is_json_object(function.get("arguments")):
-            shown = format_value(function.get("arguments"))
-            return f"tool_calls[{number}].arguments must be an object or its JSON text, not {shown}"
+            arguments_text = format_value(function.get("arguments"))
+            return f"tool_calls[{number}].arguments must be an object or its JSON text, not {arguments_text}"
     return ""
 
 

@@ -229,9 +229,9 @@ def problems(
 
     ``known`` returns the names of a registry; without it these values are not checked."""
     invalid = []
-    for named in walk(config, name):
-        if line := _find_problem(named, known):
-            invalid.append(named.name)
+    for entry in walk(config, name):
+        if line := _find_problem(entry, known):
+            invalid.append(entry.name)
             yield line
     for dotted, part in sections(config, name):
         prefix = f"{dotted}." if dotted else ""
@@ -239,9 +239,9 @@ def problems(
             yield from part.problems(dotted)
 
 
-def _find_problem(named: NamedOption, known: Callable[[str], Iterable[str]] | None) -> str:
+def _find_problem(entry: NamedOption, known: Callable[[str], Iterable[str]] | None) -> str:
     """Return a line about the first invalid value of an option, or "" if all are valid."""
-    name, option, value = named
+    name, option, value = entry
     allowed = [*known(option.registry)] if option.registry and known else [*option.choices]
     for item in value if isinstance(value, (list, tuple)) else [value]:
         if item is None or isinstance(item, (bool, Enum, Mapping)):

@@ -29,13 +29,13 @@ def check_standard_keys(sample: SequenceSample) -> None:
                 f"{spec.name} of sample {sample.ids[0]!r} is {_describe_type(*actual)}, not "
                 f"{_describe_type(spec.dtype, spec.trailing)}"
             )
-    counted = [spec for spec in present if spec.rule != "free"]
-    if not counted:
+    with_rule = [spec for spec in present if spec.rule != "free"]
+    if not with_rule:
         return
     with_tokens = TOKENS in sample.keys
-    leader = TOKENS if with_tokens else counted[0].name
+    leader = TOKENS if with_tokens else with_rule[0].name
     reference = sample.lengths(leader)
-    for spec in counted:
+    for spec in with_rule:
         expected = (
             _expected_lengths(spec, reference.values) if with_tokens or spec.rule == "1" else None
         )

@@ -141,7 +141,7 @@ def estimate_size(config: Mapping[str, Any]) -> ModelSize:
     embeddings += int(text.get("n_positions") or 0) * hidden
     parameters = sum(map(math.prod, matrices)) + 2 * hidden * len(layers) + embeddings + hidden
     inner = max(inner for _, inner, _ in blocks)
-    key_values = sum(kept for _, _, kept in blocks)
+    key_values = sum(per_token for _, _, per_token in blocks)
     return ModelSize(parameters, matrices, len(layers), hidden, inner, key_values)
 
 

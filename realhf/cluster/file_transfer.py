@@ -153,15 +153,15 @@ class FileTransfer:
 
     def pieces(self) -> Iterator[FilePiece]:
         """Yield everything in pieces. Raises OSError for a file that cannot be read."""
-        for there, text in self.texts.items():
-            yield FilePiece(there, 0, text.encode(), True)
-        for here, there in self.files.items():
-            with here.open("rb") as file:
-                size = here.stat().st_size
+        for target, text in self.texts.items():
+            yield FilePiece(target, 0, text.encode(), True)
+        for source, target in self.files.items():
+            with source.open("rb") as file:
+                size = source.stat().st_size
                 offset = 0
                 while offset < size or offset == 0:
                     data = file.read(PIECE_BYTES)
-                    yield FilePiece(there, offset, data, offset + len(data) >= size)
+                    yield FilePiece(target, offset, data, offset + len(data) >= size)
                     offset += len(data)
                     if not data:
                         break

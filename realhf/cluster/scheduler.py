@@ -478,14 +478,14 @@ class ClusterScheduler:
             host=name,
         )
         transfer.files = {
-            here: there
-            for here, there in transfer.files.items()
-            if there not in host.transfers.sent_paths
+            source: target
+            for source, target in transfer.files.items()
+            if target not in host.transfers.sent_paths
         }
         transfer.texts = {
-            there: text
-            for there, text in transfer.texts.items()
-            if there not in host.transfers.sent_paths
+            target: text
+            for target, text in transfer.texts.items()
+            if target not in host.transfers.sent_paths
         }
         host.transfers.sent_paths |= {*transfer.files.values(), *transfer.texts}
         argv = [transfer.map_path(text) for text in spec.argv]

@@ -376,14 +376,14 @@ def _has_effect(name: str, reads: set[str]) -> bool:
 def effective_options(config: ExperimentConfig, reads: set[str]) -> tuple[str, ...]:
     """Return the names of the options that were read while the experiment was built, and of the
     launcher's own."""
-    return tuple(sorted(named.name for named in walk(config) if _has_effect(named.name, reads)))
+    return tuple(sorted(entry.name for entry in walk(config) if _has_effect(entry.name, reads)))
 
 
 def check_effects(composed: ComposedConfig, reads: set[str]) -> None:
     """Raise ConfigError for options that were set but not read, with the reason in the field's
     ``idle`` text."""
     experiment = composed.config.experiment
-    reasons = {named.name: named.option.idle for named in walk(composed.config)}
+    reasons = {entry.name: entry.option.idle for entry in walk(composed.config)}
 
     def idle(names: Iterable[str]) -> list[str]:
         return [name for name in names if not _has_effect(name, reads)]

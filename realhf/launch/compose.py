@@ -647,7 +647,7 @@ class Schema:
     @cached_property
     def options(self) -> Mapping[str, NamedOption]:
         """The options by dotted name, in the order of the fields; their values are the defaults."""
-        return {named.name: named for named in walk(self.kind())}
+        return {entry.name: entry for entry in walk(self.kind())}
 
     @cached_property
     def sections(self) -> Mapping[str, Any]:
@@ -712,7 +712,7 @@ class Schema:
 
     def find_mapping(self, key: str) -> str:
         """Return the mapping option that ``key`` names or is a key of; "" if there is none."""
-        mappings = (name for name, named in self.options.items() if isinstance(named.value, dict))
+        mappings = (name for name, entry in self.options.items() if isinstance(entry.value, dict))
         return next((name for name in mappings if key == name or key.startswith(f"{name}.")), "")
 
     def describe_unknown(self, name: str) -> str:

@@ -90,9 +90,9 @@ def experiment_help(arguments: Sequence[str], config_dir: Path = CONFIGS) -> str
     about = inspect.getdoc(composed.file.module) or ""
     lines = [f"{composed.file.name}: {about}", "", "Options with the values of this experiment:"]
     options = [
-        named
-        for named in walk(composed.config)
-        if has_environment or not named.name.startswith("env.")
+        entry
+        for entry in walk(composed.config)
+        if has_environment or not entry.name.startswith("env.")
     ]
     if not has_environment:
         choice = (
@@ -113,7 +113,7 @@ def options_reference(config_dir: Path = CONFIGS) -> str:
     parts = [
         _HEAD.format(page="options.md"),
         "## All experiments\n",
-        _format_table(named for named in common.options.values() if "." not in named.name),
+        _format_table(entry for entry in common.options.values() if "." not in entry.name),
     ]
     for section in common.sections:
         parts += _format_chapter(section, common)
@@ -148,7 +148,7 @@ def scheduler_schemas() -> Mapping[str, Schema]:
 def _scheduler_options(schema: Schema) -> Iterator[NamedOption]:
     """Return the options of a scheduler, except the one that selects it."""
     return (
-        named for named in _section_options(schema, "scheduler") if named.name != "scheduler.path"
+        entry for entry in _section_options(schema, "scheduler") if entry.name != "scheduler.path"
     )
 
 
@@ -178,7 +178,7 @@ def _format_chapter(section: str, schema: Schema, aside: str = "") -> list[str]:
 
 def _section_options(schema: Schema, section: str) -> Iterator[NamedOption]:
     """Return the options of a section, without those of its subsections."""
-    return (named for named in schema.options.values() if named.name.rpartition(".")[0] == section)
+    return (entry for entry in schema.options.values() if entry.name.rpartition(".")[0] == section)
 
 
 def _format_lines(options: Iterable[NamedOption]) -> Iterator[str]:

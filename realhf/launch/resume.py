@@ -103,7 +103,7 @@ def check_resume(config: ExperimentConfig, effective: Sequence[str] = ()) -> Res
 
 def plain_options(config: ExperimentConfig) -> dict[str, Any]:
     """Return all options as JSON values, by dotted name."""
-    return {named.name: to_json_value(named.value) for named in walk(config)}
+    return {entry.name: to_json_value(entry.value) for entry in walk(config)}
 
 
 def find_changes(config: ExperimentConfig, before: Mapping[str, Any]) -> list[OptionChange]:

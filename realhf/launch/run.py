@@ -53,9 +53,9 @@ def run_to_the_end(
     the logs."""
     launch = _describe_launch(built, arguments, started_at, resumption)
     config = built.config
-    named = any(text.startswith("trial_name=") for text in arguments)
+    has_trial_name = any(text.startswith("trial_name=") for text in arguments)
     signals = StopSignals()
-    go_on = "" if named else f"to go on with it: {resume_command(arguments, config.trial_name)}"
+    resume_hint = "" if has_trial_name else f"to go on with it: {resume_command(arguments, config.trial_name)}"
     try:
         with adopt_orphans(), signals.install(), _lock_folder(built.spec.run_dir):
             if config.recover_mode is RecoverMode.disabled:
@@ -71,19 +71,19 @@ def run_to_the_end(
                 record_launch(built.spec.run_dir, launch, 0)
             environment = getattr(getattr(config, "env", None), "path", "")
             copy_passport(environment, built.spec.run_dir)
-            if go_on:
-                print(f"run: {built.spec.run_dir}\n{go_on}", flush=True)
+            if resume_hint:
+                print(f"run: {built.spec.run_dir}\n{resume_hint}", flush=True)
             summary = _run_with_display(built, launch, started_at, resumption, signals)
     except Interrupted as stop:
         text = f"{stop}; what was saved is in {built.spec.run_dir}"
         cause = stop.__context__  # A failure whose clean-up was interrupted.
         return _print_error(
-            f"{cause}\n{text}" if isinstance(cause, LaunchError) else text, stop.exit_code, go_on
+            f"{cause}\n{text}" if isinstance(cause, LaunchError) else text, stop.exit_code, resume_hint
         )
     except LaunchError as error:
-        return _print_error(str(error), 1, go_on)
+        return _print_error(str(error), 1, resume_hint)
     except OSError as error:
-        return _print_error(describe_failure(error, built.spec.run_dir), 1, go_on)
+        return _print_error(describe_failure(error, built.spec.run_dir), 1, resume_hint)
     _print_results(summary, built.spec.run_dir)
     return 0
 

@@ -86,8 +86,8 @@ class Display:
         self._last_line = process_clock.now()
         stamp = f"{time.monotonic() - self._began:7.1f} s  "
         # may contain output of programs that the policy has written
-        shown = escape_controls(text, colours=False)
-        self._console.print(Text(stamp, style="dim").append(shown), soft_wrap=True)
+        line = escape_controls(text, colours=False)
+        self._console.print(Text(stamp, style="dim").append(line), soft_wrap=True)
 
     def close(self) -> None:
         """Restore the terminal."""
@@ -169,13 +169,13 @@ class LiveDisplay(Display):
 
     def _metrics_table(self, metrics: Mapping[str, Any]) -> Table:
         table = Table.grid(padding=(0, 3))
-        shown = [(label, metrics.get(name)) for name, label in _STEP_METRICS.items()]
-        shown += [(group, value) for group, value in success_by_group(metrics).items()]
-        shown += [("tokens/s", metrics.get(_SPEED))]
+        entries = [(label, metrics.get(name)) for name, label in _STEP_METRICS.items()]
+        entries += [(group, value) for group, value in success_by_group(metrics).items()]
+        entries += [("tokens/s", metrics.get(_SPEED))]
         table.add_row(
             *[
                 Text.assemble((f"{escape_controls(name)} ", "dim"), (_format_number(value), "bold"))
-                for name, value in shown
+                for name, value in entries
                 if value is not None
             ]
         )
@@ -251,16 +251,16 @@ def evaluation_line(event: Mapping[str, Any]) -> str:
 
 def _rollout_tables(metrics: Mapping[str, Any]) -> list[Table]:
     """Lay out the metrics of the rollouts in lines of ``_ROLLOUT_COLUMNS``."""
-    shown = rollout_labels(metrics)
+    labels = rollout_labels(metrics)
     tables = []
-    for start in range(0, len(shown), _ROLLOUT_COLUMNS):
+    for start in range(0, len(labels), _ROLLOUT_COLUMNS):
         table = Table.grid(padding=(0, 3))
         table.add_row(
             *[
                 Text.assemble(
                     (f"{label} ", "dim"), (text, "bold red" if label == "failed" else "bold")
                 )
-                for label, text in shown[start : start + _ROLLOUT_COLUMNS]
+                for label, text in labels[start : start + _ROLLOUT_COLUMNS]
             ]
         )
         tables.append(table)

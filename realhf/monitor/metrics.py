@@ -673,17 +673,17 @@ def public_names(
     two numbers have the same public name, the first is used.
     """
     aliases = {policy_call: POLICY_CALL, rollout_call: ROLLOUT_CALL}
-    named: dict[str, Any] = {}
+    public: dict[str, Any] = {}
     for name, value in row.items():
         call, slash, own = name.partition("/")
         known = public_name(f"{aliases[call]}/{own}" if slash and call in aliases else name)
         # Parts of a call's time are named after the call itself.
         if known is None or known.startswith("time/part/"):
             known = public_name(name)
-        named.setdefault(known or name, value)
-    if REWARD not in named and TRAINED_REWARD in named:
-        named[REWARD] = named[TRAINED_REWARD]
-    return named
+        public.setdefault(known or name, value)
+    if REWARD not in public and TRAINED_REWARD in public:
+        public[REWARD] = public[TRAINED_REWARD]
+    return public
 
 
 def choose_calls(train_calls: Sequence[str], generate_calls: Sequence[str]) -> dict[str, str]:

@@ -200,22 +200,22 @@ export class Chart {
 
   drawCursor() {
     if (!this.extent) return this.readout.replaceChildren();
-    const seen = cursor !== null && within(cursor, this.extent.x);
-    this.plot?.setCursor({ left: seen ? this.plot.valToPos(cursor, "x") : -10, top: seen ? 0 : -10 }, false);
+    const hasCursor = cursor !== null && within(cursor, this.extent.x);
+    this.plot?.setCursor({ left: hasCursor ? this.plot.valToPos(cursor, "x") : -10, top: hasCursor ? 0 : -10 }, false);
     const entries = this.spec.series.filter((line) => !line.faint).map((line) => {
-      const at = seen ? placeBefore(line, cursor) : line.y.findLastIndex((value) => value !== null);
+      const at = hasCursor ? placeBefore(line, cursor) : line.y.findLastIndex((value) => value !== null);
       return entry(line, line.y[at] ?? null, line.low ? [line.low[at], line.high[at]] : null, this.spec.share);
     });
-    const held = seen ? (this.spec.points ?? []).filter((one) => one.x === cursor) : [];
-    entries.push(...held.map((one) => entry({ ...one, label: `${one.label}, held out` }, one.y, null, this.spec.share)));
-    this.readout.replaceChildren(h("span", { class: "muted" }, seen ? `${this.spec.along ?? "step"} ${number(cursor)}` : "last"), ...entries);
+    const points = hasCursor ? (this.spec.points ?? []).filter((one) => one.x === cursor) : [];
+    entries.push(...points.map((one) => entry({ ...one, label: `${one.label}, held out` }, one.y, null, this.spec.share)));
+    this.readout.replaceChildren(h("span", { class: "muted" }, hasCursor ? `${this.spec.along ?? "step"} ${number(cursor)}` : "last"), ...entries);
   }
 
   /** Draw held-out points with their intervals over the curves. */
   drawPoints({ ctx, valToPos }) {
     ctx.save();
     const ratio = devicePixelRatio;
-    for (const { x, y, low, high, kind } of this.pointsSeen()) {
+    for (const { x, y, low, high, kind } of this.visiblePoints()) {
       const [across, down] = [valToPos(x, "x", true), valToPos(y, "y", true)];
       ctx.strokeStyle = ctx.fillStyle = this.colour(`--k${kind % 8}`)();
       ctx.lineWidth = 2 * ratio;
@@ -232,7 +232,7 @@ export class Chart {
     ctx.restore();
   }
 
-  pointsSeen() {
+  visiblePoints() {
     return (this.spec.points ?? []).filter(({ x, y }) => within(x, this.spec.range) && typeof y === "number" && !(this.log && y <= 0));
   }
 
@@ -240,7 +240,7 @@ export class Chart {
    * there are several; null where there is nothing to draw. */
   extentOf() {
     const { spec, data } = this;
-    const points = this.pointsSeen();
+    const points = this.visiblePoints();
     const [xs, ...ys] = data;
     const has = (_, at) => ys.some((y) => typeof y[at] === "number");
     const ends = [xs.findIndex(has), xs.findLastIndex(has)].filter((at) => at >= 0).map((at) => xs[at]);
@@ -274,9 +274,9 @@ function logTicks(low, high) {
   const [least, most] = [Math.floor(Math.log10(low)), Math.floor(Math.log10(high))];
   const powers = Array.from({ length: most - least + 1 }, (_, at) => 10 ** (least + at));
   for (const multiples of [[1], [1, 2, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9]]) {
-    const found = powers.flatMap((power) => multiples.map((one) => Number((one * power).toPrecision(3)))).filter((y) => y >= low && y <= high);
-    const every = Math.ceil(found.length / 6);
-    if (found.length > 1) return found.filter((_, at) => at % every === 0);
+    const ticks = powers.flatMap((power) => multiples.map((one) => Number((one * power).toPrecision(3)))).filter((y) => y >= low && y <= high);
+    const every = Math.ceil(ticks.length / 6);
+    if (ticks.length > 1) return ticks.filter((_, at) => at % every === 0);
   }
   return [0.1, 0.5, 0.9].map((share) => Number((low + share * (high - low)).toPrecision(4)));
 }
@@ -286,15 +286,15 @@ const within = (x, range) => !range || (x >= range[0] && x <= range[1]);
 
 /** The columns of a plot {x, y, kind, faint, role, over}, `over` being the number of the column down to which it is filled. */
 function columnsOf(spec, log) {
-  const found = [];
-  const add = (line, y, role, over = null) => found.push({ x: line.x, y: y.map((value) => drawable(value, log, role)), kind: line.kind, faint: Boolean(line.faint), role, over }) - 1;
+  const columns = [];
+  const add = (line, y, role, over = null) => columns.push({ x: line.x, y: y.map((value) => drawable(value, log, role)), kind: line.kind, faint: Boolean(line.faint), role, over }) - 1;
   if (spec.stacked) {
     stack(spec.series).forEach((line, at) => add(line, line.y, "curve", at ? at - 1 : null));
-    return found;
+    return columns;
   }
   for (const line of spec.series) if (line.low && !line.faint) add(line, line.high, "edge", add(line, line.low, "edge"));
   for (const line of spec.series) add(line, line.y, "curve");
-  return found;
+  return columns;
 }
 
 /** A value as uPlot knows it: undefined where the curve goes on without one, null where it breaks. */
@@ -323,13 +323,13 @@ function placeBefore(line, x) {
   return at;
 }
 
-/** A share at an axis, in percent and as short as it can be said. */
+/** A share at an axis, in percent and as short as possible. */
 const shareOf = (value) => `${number(Number((100 * value).toPrecision(6)))} %`;
 
 function entry(line, value, band = null, share = false) {
-  const said = (one) => (share && typeof one === "number" ? percent(one) : number(one));
-  const spread = band && band[0] !== undefined ? ` ${said(band[0])} to ${said(band[1])}` : "";
-  return h("span", { class: "entry" }, h("i", { class: `dot k${line.kind % 8}` }), `${line.label} `, h("b", {}, said(value)), spread);
+  const format = (one) => (share && typeof one === "number" ? percent(one) : number(one));
+  const spread = band && band[0] !== undefined ? ` ${format(band[0])} to ${format(band[1])}` : "";
+  return h("span", { class: "entry" }, h("i", { class: `dot k${line.kind % 8}` }), `${line.label} `, h("b", {}, format(value)), spread);
 }
 
 function stack(series) {

@@ -6,29 +6,29 @@ const READ_ALOUD = new Set(["title", "aria-label", "placeholder"]);
  * around other text with them. What joins letters and emojis stays. */
 const UNSEEN = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\u{e0000}-\u{e007f}]/gu;
 
-/** A text as it is shown: each character that nobody would see is named. */
+/** Return a text with invisible characters replaced by their code points. */
 export const shown = (text) => text.replace(UNSEEN, (one) => `⟨U+${one.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
 const readable = (value) => (typeof value === "string" ? shown(value) : value);
 
-function filled(made, attributes, children) {
+function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === undefined || value === null || value === false) continue;
-    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (name === "text") made.textContent = readable(value);
-    else made.setAttribute(name, value === true ? "" : READ_ALOUD.has(name) ? readable(value) : value);
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "text") element.textContent = readable(value);
+    else element.setAttribute(name, value === true ? "" : READ_ALOUD.has(name) ? readable(value) : value);
   }
-  made.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false).map(readable));
-  return made;
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false).map(readable));
+  return element;
 }
 
 /** An HTML element; `on<event>` adds a listener, `text` sets the text. */
 export function h(name, attributes = {}, ...children) {
-  return filled(document.createElement(name), attributes, children);
+  return fill(document.createElement(name), attributes, children);
 }
 
 /** An element of SVG. */
 export function s(name, attributes = {}, ...children) {
-  return filled(document.createElementNS(SVG, name), attributes, children);
+  return fill(document.createElementNS(SVG, name), attributes, children);
 }
 
 export const $ = (id) => document.getElementById(id);
@@ -61,28 +61,28 @@ export function table(heads, rows, attributes = {}) {
   );
 }
 
-/** Set the text of an element, if it is another one: a screen reader says a status anew whenever it is set. */
+/** Set the text of an element if it differs: screen readers repeat a status whenever it is set. */
 export function tell(element, text) {
-  const wanted = shown(text);
-  if (element.textContent !== wanted) element.textContent = wanted;
+  const displayText = shown(text);
+  if (element.textContent !== displayText) element.textContent = displayText;
 }
 
-/** Make a part of a page say what a newer one says, in place, so that what has the focus, is selected, scrolled or open
- * stays so. For parts without listeners of their own. */
-export function renew(old, made) {
-  if (old.isEqualNode(made)) return;
-  if (old.nodeName !== made.nodeName) return old.replaceWith(made);
+/** Update a part of a page in place to match a newer one, so that focus, selection, scroll position and open state stay.
+ * For parts without event listeners of their own. */
+export function renew(old, newer) {
+  if (old.isEqualNode(newer)) return;
+  if (old.nodeName !== newer.nodeName) return old.replaceWith(newer);
   if (old.nodeType === Node.TEXT_NODE) {
-    if (old.data !== made.data) old.data = made.data;
+    if (old.data !== newer.data) old.data = newer.data;
     return;
   }
-  for (const { name } of [...old.attributes]) if (name !== "open" && !made.hasAttribute(name)) old.removeAttribute(name);
-  for (const { name, value } of made.attributes) {
+  for (const { name } of [...old.attributes]) if (name !== "open" && !newer.hasAttribute(name)) old.removeAttribute(name);
+  for (const { name, value } of newer.attributes) {
     if (old.getAttribute(name) === value) continue;
     if (name === "style") old.style.cssText = value; // a page may forbid the attribute
     else old.setAttribute(name, value);
   }
-  const [had, has] = [[...old.childNodes], [...made.childNodes]];
+  const [had, has] = [[...old.childNodes], [...newer.childNodes]];
   has.forEach((child, at) => (had[at] ? renew(had[at], child) : old.append(child)));
   for (const child of had.slice(has.length)) child.remove();
 }
@@ -91,11 +91,11 @@ export function renew(old, made) {
  * is the one that is read, stays where it is on the screen; at the top of the page none has to. */
 export function holdingStill(frame, parts, change) {
   const { top, height } = frame.getBoundingClientRect();
-  const held = frame.scrollTop > 0 && parts.findLast((one) => one.getBoundingClientRect().top < top + height / 2);
-  const before = held && held.getBoundingClientRect().top;
+  const anchor = frame.scrollTop > 0 && parts.findLast((one) => one.getBoundingClientRect().top < top + height / 2);
+  const before = anchor && anchor.getBoundingClientRect().top;
   frame.style.overflowAnchor = "none"; // the browser would hold another part
   change();
-  if (held) frame.scrollTop += held.getBoundingClientRect().top - before;
+  if (anchor) frame.scrollTop += anchor.getBoundingClientRect().top - before;
   frame.style.overflowAnchor = "";
 }
 

@@ -1,4 +1,4 @@
-// Light, dark, or as the system likes it: chosen by a button, kept by the browser.
+// Light, dark, or as the system likes it: selected by a button and stored in the browser.
 
 const THEMES = ["auto", "light", "dark"];
 
@@ -8,7 +8,7 @@ function set(button, theme) {
   keep(theme);
 }
 
-/** Keep a theme in the browser, and return the one that is kept; a page in a frame may be denied that. */
+/** Store a theme in the browser, and return the stored one; a page in a frame may be denied access. */
 function keep(theme) {
   try {
     if (theme) localStorage.setItem("theme", theme);
@@ -18,11 +18,11 @@ function keep(theme) {
   }
 }
 
-/** Show the theme that was kept, and let a button change it; returns what changes it to the next one. */
+/** Apply the stored theme, and let a button change it. Return a function that switches to the next theme. */
 export function themeOf(button) {
   const next = () => set(button, THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length]);
-  const kept = keep();
-  set(button, THEMES.includes(kept) ? kept : "auto");
+  const stored = keep();
+  set(button, THEMES.includes(stored) ? stored : "auto");
   button.addEventListener("click", next);
   return next;
 }
