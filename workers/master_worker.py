@@ -561,7 +561,7 @@ class MasterWorker:
             step, evaluation, lambda report: self._start_recording(step, evaluation, report)
         ):
             self._log.announce(
-                f"held-out evaluation {when}" + ("" if last else ", beside training")
+                f"held-out evaluation {when}" + ("" if last else ", in parallel with training")
             )
             return
         self._log.announce(f"held-out evaluation {when}")

@@ -841,7 +841,7 @@ class NetworkConfig:
             )
         if self.advertise == WILDCARD:
             yield (
-                f"{name}.advertise={WILDCARD}: nobody can connect there; give an address of the "
+                f"{name}.advertise={WILDCARD}: no process can connect there; give an address of the "
                 f"master's host"
             )
         for option_name, text in (("bind", self.bind), ("advertise", self.advertise)):

@@ -298,7 +298,7 @@ def _count_problems(graph: DataFlowGraph) -> list[str]:
 
 def _unread_outputs(graph: DataFlowGraph) -> list[str]:
     return [
-        f"{mfc.name!r} produces key {key!r}, which nobody reads and which is not in log_keys"
+        f"{mfc.name!r} produces key {key!r}, which no call reads and which is not in log_keys"
         for mfc in graph.mfcs
         for key in mfc.output_keys
         if not graph.consumers(key) and key not in graph.log_keys

@@ -21,7 +21,7 @@ MODIFIED = "-modified"
 """Suffix of a commit with uncommitted changes."""
 ENDING = ".passport.json"
 """Suffix of the file names of passports."""
-_NONE = "this environment has no passport: nobody has measured which wrong plays it pays"
+_NONE = "this environment has no passport: it was not measured which wrong plays it pays"
 _MAX_BYTES = 1 << 20
 """Maximum size of a passport file in bytes."""
 

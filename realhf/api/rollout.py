@@ -35,7 +35,7 @@ def parse_task(metadata: Mapping[str, Any]) -> Task:
     or invalid."""
     if missing := [name for name in ("task_id", "task", "task_seed") if metadata.get(name) is None]:
         raise ValueError(
-            f"a sample without the metadata {', '.join(missing)} says nothing about its task"
+            f"a sample needs the metadata {', '.join(missing)}, which describe its task"
         )
     try:
         payload = json.loads(metadata["task"])

@@ -86,20 +86,22 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    keys = commands.add_parser("keys", help="make the keys of a cluster")
+    keys = commands.add_parser("keys", help="create the keys of a cluster")
     keys.add_argument(
-        "file", type=Path, help="the launcher's own file, mode 600; made when it does not exist"
+        "file", type=Path, help="the launcher's own file, mode 600; created if it does not exist"
     )
     keys.add_argument(
-        "--host", nargs="+", default=[], metavar="NAME", help="draw new keys for these hosts"
+        "--host", nargs="+", default=[], metavar="NAME", help="generate new keys for these hosts"
     )
     keys.add_argument(
-        "--into", type=Path, help="write them into this one file; else each into one beside FILE"
+        "--into",
+        type=Path,
+        help="write them into this one file; default: one file per host next to FILE",
     )
     for name, about in (
         ("status", "print hosts and workers"),
         ("add", "start more workers on a host"),
-        ("remove", "let a host leave: its workers end, and its key is taken away"),
+        ("remove", "remove a host: stop its workers and revoke its key"),
     ):
         command = commands.add_parser(name, help=about)
         command.add_argument(
@@ -120,8 +122,8 @@ def _build_parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--new-keys",
                 action="store_true",
-                help="the run begins again from its last checkpoint, with new keys: those that the "
-                "host knows are void",
+                help="restart the run from its last checkpoint with new keys, so that those known "
+                "to the host are invalid",
             )
     return parser
 

@@ -122,10 +122,10 @@ def _refusal_reason(
     if order.host not in table.hosts:
         return f"no host {order.host}; there are {', '.join(sorted(table.hosts)) or 'none'}"
     if not running:
-        return "no run has begun yet"
+        return "no run has started yet"
     if kind == "add":
         if not elastic:
-            return "this run is synchronous: it takes no more workers while it goes on"
+            return "this run is synchronous: it cannot get more workers while it runs"
         return (
             ""
             if order.kind in ELASTIC
@@ -135,11 +135,11 @@ def _refusal_reason(
         return (
             ""
             if elastic
-            else "this run is synchronous: stop it; the same command goes on with new keys"
+            else "this run is synchronous: stop it and start it again; it then continues with new keys"
         )
     trainers = sorted(name for name in table.workers_on(order.host) if kind_of(name) in PACKED)
     return (
-        f"{order.host} holds {', '.join(trainers)}, which the run cannot do without"
+        f"{order.host} holds {', '.join(trainers)}, which the run cannot continue without"
         if trainers
         else ""
     )
@@ -162,7 +162,7 @@ def _remove_host(
     if order.new_keys:
         control.dismiss(host)
         table.remove_host(host)
-        lines = [f"{host} leaves, and the run begins again with new keys", *lines]
+        lines = [f"{host} is removed, and the run restarts with new keys", *lines]
         return OperatorReport(lines), [
             RestartRequest(f"host {host} was removed, and the run gets new keys")
         ]
@@ -176,5 +176,5 @@ def _remove_host(
     cause = f"removed with its host {host}"
     ends = [WorkerExit(each.spec.name, REMOVED, each.spec.log, 0, cause) for each in waiting]
     return OperatorReport(
-        [f"{host} leaves; its workers end: {', '.join(workers) or 'none'}", *lines]
+        [f"{host} is removed; its workers end: {', '.join(workers) or 'none'}", *lines]
     ), [*ends]

@@ -24,49 +24,49 @@ class ClusterOptions:
     )
     port: int = option(
         7788,
-        "The control endpoint for host agents listens on this port; 0: any.",
+        "Port of the control endpoint for host agents; 0: any free port.",
         at_least=0,
         at_most=65535,
     )
     key_file: str = option(
         "~/.realhf/cluster.key",
-        "The launcher's own file of keys: its endpoint's, and whose hosts' it knows; made when it "
-        "does not exist.",
+        "The launcher's own file of keys: those of its endpoint, and the public keys of known hosts; "
+        "created if it does not exist.",
     )
-    hosts: list[str] = option([], "The run begins when these hosts have joined, by their names.")
+    hosts: list[str] = option([], "Names of hosts; the run begins when they have joined.")
     min_hosts: int = option(
-        1, "The run begins when at least so many hosts have joined.", at_least=0
+        1, "Number of hosts; the run begins when at least this many have joined.", at_least=0
     )
-    wait_s: float = option(120.0, "Hosts that are waited for join within these seconds.", above=0)
+    wait_s: float = option(120.0, "Timeout in seconds for the expected hosts to join.", above=0)
     dead_after_s: float = option(
         7.0,
-        "A host that says nothing for these seconds is lost; below rpc.dead_after_s, hosts are "
-        "named and not workers.",
+        "A host that is silent for this many seconds is lost. Below rpc.dead_after_s, errors name the "
+        "host instead of its workers.",
         at_least=3,
         at_most=40,
     )
     placement: dict[str, str] = option(
         {},
-        "Workers, by kind (generation), name (generation/1) or pattern, and their host; 'launcher' "
-        "is this machine.",
+        "Host of each worker, by kind (generation), name (generation/1) or pattern; 'launcher' is "
+        "this machine.",
     )
     joining: dict[str, int] = option(
         {"rollout_worker": 1, "generation": 1},
-        "A host that joins a running asynchronous run gets so many more workers of each kind.",
+        "Number of additional workers of each kind for a host that joins a running asynchronous run.",
     )
     differing_hosts: str = option(
         "refuse",
-        "What becomes of a host that has other files of this package than this machine, or another "
-        "torch, transformers "
-        "or tokenizers.",
+        "Action for a host whose files of this package, or versions of torch, transformers or "
+        "tokenizers, differ from this machine's.",
         choices=("refuse", "warn"),
     )
     one_gpu_each: bool = option(
-        True, "A worker on a joined host that computes sees one GPU there; false: all of them."
+        True,
+        "Whether a computing worker on a joined host sees only one GPU; false: it sees all of them.",
     )
     carry_mb: float = option(
         512.0,
-        "Weights, data and code of at most this size go to a host that does not share fileroot.",
+        "Maximum size in MB of weights, data and code that are sent to a host without fileroot.",
         at_least=0,
     )
 
@@ -99,15 +99,14 @@ class EngineOptions(ClusterOptions):
 
     port: int = option(
         0,
-        "The control endpoint for host agents listens on this port; 0: any.",
+        "Port of the control endpoint for host agents; 0: any free port.",
         at_least=0,
         at_most=65535,
     )
     key_file: str = option(
         "",
-        "The launcher's own file of keys, for hosts that join beside those of the engine; empty: "
-        "keys are drawn for "
-        "each run, and lie on no disk.",
+        "The launcher's own file of keys, for hosts that join in addition to those of the engine; "
+        "empty: keys are generated for each run and never stored on a disk.",
     )
 
 

@@ -447,8 +447,8 @@ class ClusterScheduler:
                         False  # otherwise every start of a worker would wait for its answer again
                     )
                     text = (
-                        f"host {name} did not say within {PROBE_S:g} s what it shares; it is taken "
-                        f"to share nothing"
+                        f"host {name} did not report within {PROBE_S:g} s what it shares; files are "
+                        "sent to it"
                     )
                     self._backlog.append(Notice(text))
             self._answers.clear()
@@ -691,9 +691,8 @@ def _failure_reason(ended: WorkerExit, message: Exited | NotStarted) -> str:
 
 def _build_unused_notice(hello: HostHello) -> Notice:
     return Notice(
-        f"host {hello.name}: a synchronous run takes no more workers while it goes on; this host "
-        f"gets some when a run "
-        "begins after it has joined"
+        f"host {hello.name}: a synchronous run cannot get more workers while it runs; the next run "
+        "uses this host"
     )
 
 

@@ -80,7 +80,7 @@ def _assign(
         raise ConfigError(
             f"allocation.gpus={gpus}: {len(models)} model worker(s){further} need {needed} GPUs, "
             f"{len(gpus)} are named"
-            + ("; allocation.share=true puts generation beside training" if further else "")
+            + ("; allocation.share=true runs generation on the GPUs of training" if further else "")
         )
     if missing := [gpu for gpu in gpus if gpu >= gpu_count]:
         raise ConfigError(
@@ -115,7 +115,7 @@ def _spread(
     if parallel and gpu_count < len(workers):
         further = f" and {len(generators)} generation worker(s)" if generators else ""
         advice = (
-            "; allocation.gpus with allocation.share=true puts generation beside training"
+            "; allocation.gpus with allocation.share=true runs generation on the GPUs of training"
             if further
             else ""
         )

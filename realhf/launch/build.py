@@ -265,7 +265,7 @@ def _check_workers(spec: ExperimentSpec) -> None:
                 f"{mfc.model_role}.workers={list(model.workers)}: the call {mfc.name} "
                 f"({mfc.interface_type.value}) runs on {model.parallel.size} worker(s) of its "
                 f"backend {model.backend}; "
-                f"name so many"
+                f"list that many workers"
             )
 
 

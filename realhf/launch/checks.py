@@ -126,9 +126,9 @@ def _host_problems(config: ExperimentConfig) -> Iterator[str]:
 def _sampling_problems(config: ExperimentConfig) -> Iterator[str]:
     for option in config.gen.truncating_options():
         yield (
-            f"gen.{option}: tokens would be drawn from a cut distribution and trained with the "
-            f"log-probabilities of "
-            "the whole one; training samples with top_p=1, top_k=0 and min_new_tokens=0"
+            f"gen.{option}: tokens would be sampled from a truncated distribution and trained with the "
+            "log-probabilities of the full one; training needs top_p=1, top_k=0 and "
+            "min_new_tokens=0"
         )
 
 
@@ -267,7 +267,7 @@ def choose_engine(config: ExperimentConfig, user_options: Collection[str]) -> st
         "generation is many times as slow as with vLLM"
     )
     if config.actor.experts:
-        return f"{slow}, which takes no weights of experts from the trainer"
+        return f"{slow}, which cannot load weights of experts from the trainer"
     if len(config.actor.workers) > 1:
         return (
             f"{slow}, which serves an actor of several workers in asynchronous experiments only "

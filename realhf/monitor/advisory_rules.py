@@ -304,7 +304,7 @@ def check_evaluation_age(run: Evidence) -> Iterator[Advisory]:
             f"The last evaluation was made after step {steps[-1]}; {now - steps[-1]} steps were "
             f"trained since.",
             steps[-1],
-            "evaluation.every_steps evaluates beside training.",
+            "evaluation.every_steps adds evaluations during training.",
         )
 
 
@@ -902,7 +902,7 @@ RULES: tuple[Rule, ...] = (
         _batch_waits,
         "At least a whole batch of finished samples has waited for the trainer since step {since}, "
         "and nothing is "
-        "admitted meanwhile (generation works {generation:.0%} of the time).",
+        "admitted in that time (generation works {generation:.0%} of the time).",
         "The trainer is the slower side: give it more workers (actor.workers), or generation "
         "fewer.",
         min_steps=RECENT,

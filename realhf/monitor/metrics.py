@@ -175,7 +175,7 @@ ROLLOUTS = Section(
         _rollout_metric(
             "rollouts/failed",
             "count",
-            "those without a result: they are trained on by nobody",
+            "those without a result; they are not trained on",
             "failed_rollouts",
         ),
         Metric(

@@ -27,7 +27,7 @@ def die_with_parent(parent_pid: int) -> None:
     checked."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent_pid:
-        raise SystemExit("the process that started this worker is gone")
+        raise SystemExit("the process that started this worker has ended")
 
 
 @contextlib.contextmanager

@@ -158,7 +158,7 @@ def test_a_role_without_a_model():
 
 def test_unread_outputs_warn():
     calls = [*grpo(), mfc("extra", INF, "packed_input_ids", "values")]
-    text = "'extra' produces key 'values', which nobody reads and which is not in log_keys"
+    text = "'extra' produces key 'values', which no call reads and which is not in log_keys"
     assert build_graph(calls, ["packed_prompts"]).warnings == (text,)
     assert build_graph(calls, ["packed_prompts"], log_keys=["values"]).warnings == ()
 

@@ -206,7 +206,7 @@ def test_workers_run_on_the_hosts_that_were_waited_for_and_end_with_the_run(
     assert operator.says("add", OperatorOrder("x", "generation", 1)) == "no host x; there are b, c"
     assert (
         operator.says("remove", OperatorOrder("c", "", 0))
-        == "c leaves; its workers end: rollout_worker/2"
+        == "c is removed; its workers end: rollout_worker/2"
     )
     assert cluster.exit_of("rollout_worker/2").reason == "removed with its host c"
     assert cluster.agents["c"].wait(LONG_S) == 0, "an agent that was sent away ends in peace"

@@ -229,7 +229,7 @@ def test_a_host_that_is_not_trusted_any_more_can_do_nothing(tmp_path: Path, tiny
         run.until(lambda: len(run.rows()) >= 3, RUN_S)
         known = RunKeys.read(key_file_of_the_run(run))
         said = run.operator("remove", "--host", "c", "--new-keys")
-        assert said.strip() == "c leaves, and the run begins again with new keys"
+        assert said.strip() == "c is removed, and the run restarts with new keys"
         assert run.agents["c"].wait(60) == 0
         run.join("c")
         assert run.agents["c"].wait(60) == 1

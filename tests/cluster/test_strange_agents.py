@@ -183,9 +183,7 @@ def test_a_host_that_never_says_what_it_shares_is_waited_for_once(
     waits: list[bool] = []
     monkeypatch.setattr(bench.scheduler, "_start_on_host", lambda *given: waits.append(True))
     bench.start("rollout_worker/0")
-    bench.until(
-        Notice, "host a did not say within 0.3 s what it shares; it is taken to share nothing"
-    )
+    bench.until(Notice, "host a did not report within 0.3 s what it shares; files are sent to it")
     asked = bench.scheduler._probes  # pyright: ignore[reportPrivateUsage]
     bench.start("rollout_worker/1")
     assert bench.scheduler._probes == asked and len(waits) == 2  # pyright: ignore[reportPrivateUsage]
@@ -437,7 +435,9 @@ def test_a_host_is_removed_while_files_come(bench: Bench, monkeypatch: pytest.Mo
     bench.start("rollout_worker/0", "none", "--key-file", large_file(bench, monkeypatch))
     operator.say("remove", OperatorOrder("a", "", 0))
     assert "removed with its host a" in str(bench.until(WorkerExit, "rollout_worker/0"))
-    assert operator.hears(OperatorReport).lines == ["a leaves; its workers end: rollout_worker/0"]
+    assert operator.hears(OperatorReport).lines == [
+        "a is removed; its workers end: rollout_worker/0"
+    ]
     assert "start" not in bench.heard_until(agent, "leave")
 
 
@@ -453,7 +453,9 @@ def test_a_removed_host_that_does_not_say_how_its_workers_end_is_sent_away(
     bench.start("rollout_worker/0")
     operator.say("remove", OperatorOrder("a", "", 0))
     assert "was removed, and did not say how" in str(bench.until(WorkerExit, "rollout_worker/0"))
-    assert operator.hears(OperatorReport).lines == ["a leaves; its workers end: rollout_worker/0"]
+    assert operator.hears(OperatorReport).lines == [
+        "a is removed; its workers end: rollout_worker/0"
+    ]
     agent.say("ping")
     bench.heard_until(agent, "leave")
     assert not bench.scheduler._table.hosts
@@ -469,7 +471,7 @@ def test_a_host_that_leaves_for_new_keys_makes_the_run_begin_again(bench: Bench)
     bench.start("model_worker/0")
     operator.say("remove", OperatorOrder("a", "", 0))
     bench.served_until(lambda: operator.socket.poll(0))
-    assert "which the run cannot do without" in operator.hears(OperatorReport).lines[0]
+    assert "which the run cannot continue without" in operator.hears(OperatorReport).lines[0]
     operator.say("remove", OperatorOrder("a", "", 0, new_keys=True))
     assert "a was removed, and the run gets new keys" in str(bench.until(RestartRequest))
     assert not bench.scheduler._table.hosts
@@ -525,11 +527,11 @@ def test_a_synchronous_run_says_that_it_takes_no_more_workers(benches: Callable[
     bench = benches(rollout=None)
     bench.agent().join(wants={"rollout_worker": 2})
     bench.begin()
-    bench.until(Notice, "host a: a synchronous run takes no more workers")
+    bench.until(Notice, "host a: a synchronous run cannot get more workers")
     bench.scheduler._table.hosts["a"].shared = True
     bench.start("env/0")
     bench.agent("b").join(wants={"generation": 1})
-    bench.until(Notice, "host b: a synchronous run takes no more workers")
+    bench.until(Notice, "host b: a synchronous run cannot get more workers")
     assert not [
         event for event in bench.events if isinstance(event, WorkersWanted) and event.host == "b"
     ]
@@ -538,7 +540,7 @@ def test_a_synchronous_run_says_that_it_takes_no_more_workers(benches: Callable[
     bench.scheduler.wait(1.0)
     report = operator.hears(OperatorReport)
     assert report.failed and report.lines == [
-        "this run is synchronous: it takes no more workers while it goes on"
+        "this run is synchronous: it cannot get more workers while it runs"
     ]
 
 

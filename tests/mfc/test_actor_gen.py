@@ -167,7 +167,7 @@ def test_a_samples_own_id_decides_its_tokens(played_on, tasks, played):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"task": None}, "a sample without the metadata task says nothing about its task"),
+        ({"task": None}, "a sample needs the metadata task, which describe its task"),
         ({"task": "s3", "task_id": "a"}, "task of a is no JSON object, but 's3'"),
     ],
     ids=["none", "no JSON"],

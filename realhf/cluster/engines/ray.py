@@ -22,29 +22,29 @@ PLAYER = "player"
 
 @dataclass
 class RayOptions(EngineOptions):
-    """Which Ray cluster, and what is asked of it. Its hosts take part as ``trainer`` and
+    """The Ray cluster and the resources to request from it. Its hosts join as ``trainer`` and
     ``player-0``, ``player-1``, ..."""
 
     ray: str = option(
         "",
         "HOST:PORT of a running Ray cluster that this machine belongs to; empty: Ray is started on "
-        "this machine, for "
-        "this run alone.",
+        "this machine, for this run only.",
     )
     players: int = option(
-        1, "So many hosts are asked for beside the trainer's, on different nodes where possible."
+        1, "Number of hosts in addition to the trainer's, on different nodes if possible."
     )
-    player_cpus: int = option(1, "Cores of each of them.", at_least=1)
-    player_gpus: int = option(0, "GPUs of each of them.", at_least=0)
+    player_cpus: int = option(1, "Cores of each of these hosts.", at_least=1)
+    player_gpus: int = option(0, "GPUs of each of these hosts.", at_least=0)
     trainer_cpus: int = option(
         0,
-        "Cores of a host for the workers that train; 0: they stay on the launcher's machine.",
+        "Cores of a host for the workers that train; 0: they run on the launcher's machine.",
         at_least=0,
     )
     trainer_gpus: int = option(0, "GPUs of that host.", at_least=0)
 
     def problems(self, name: str) -> Iterator[str]:
-        """A cluster is named exactly: ``auto`` might find somebody else's."""
+        """Yield errors of these options. The cluster must have an exact address, because ``auto`` could
+        find that of another user."""
         yield from super().problems(name)
         if self.ray and not ADDRESS.fullmatch(self.ray):
             yield f"{name}.ray={self.ray}: give HOST:PORT of the cluster's head"

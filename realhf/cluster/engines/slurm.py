@@ -37,20 +37,20 @@ SET_BY_SCRIPT = ("mode=", "scheduler=", "scheduler.address=", "network.bind=", "
 
 @dataclass
 class SlurmOptions(EngineOptions):
-    """What the batch job asks for. Its nodes take part as ``node-0``, ``node-1``, ...; the launcher
-    runs on the first."""
+    """The resources of the batch job. Its nodes join as ``node-0``, ``node-1``, ...; the launcher runs
+    on the first."""
 
     nodes: int = option(2, "Nodes of the job.", at_least=1, at_most=4096)
     cpus_per_node: int = option(8, "Cores of each node.", at_least=1)
     gpus_per_node: int = option(0, "GPUs of each node.", at_least=0)
     time: str = option(
-        "24:00:00", "Longest time of one attempt, as [D-]HH:MM:SS; then the job is queued again."
+        "24:00:00", "Time limit of one attempt, as [D-]HH:MM:SS; then the job is queued again."
     )
-    partition: str = option("", "Partition of the job; empty: the cluster's own choice.")
-    account: str = option("", "Account that the job is for; empty: the user's own.")
+    partition: str = option("", "Partition of the job; empty: the cluster's default.")
+    account: str = option("", "Account to charge; empty: the user's default.")
 
     def problems(self, name: str) -> Iterator[str]:
-        """What is written into a script must be a word there."""
+        """Yield errors of these options, including texts that are not a single word in the script."""
         yield from super().problems(name)
         for key in ("partition", "account"):
             if not WORD.fullmatch(getattr(self, key)):
@@ -81,7 +81,7 @@ fi
 again=no
 {launch} &
 launcher=$!
-# USR1 says that the time is nearly over; TERM comes with scancel too, and a job that was cancelled is gone.
+# USR1 says that the time is nearly over; TERM also comes with scancel, after which the job cannot be requeued.
 trap 'again=yes; kill -TERM "$launcher"' USR1
 trap 'again=no; kill -TERM "$launcher"' TERM
 wait "$launcher"

@@ -231,7 +231,7 @@ class RolloutStore:
         if self._missing:
             return [
                 f"{self.folder}: there are no rollouts (recording is off, has not begun, or the "
-                f"folder is gone)"
+                "folder was removed)"
             ]
         problems = [index.problem for index in self._indexes if index.problem]
         problems += [

@@ -187,7 +187,10 @@ def test_a_token_stands_before_the_host_where_there_are_keys():
             NetworkConfig("0.0.0.0"),
             ["network.bind=0.0.0.0: workers cannot be told to connect there; set"],
         ),
-        (NetworkConfig("a", "0.0.0.0"), ["network.advertise=0.0.0.0: nobody can connect there"]),
+        (
+            NetworkConfig("a", "0.0.0.0"),
+            ["network.advertise=0.0.0.0: no process can connect there"],
+        ),
         (NetworkConfig("tcp://a"), ["network.bind=tcp://a: give an IPv4 address or a host name"]),
         (NetworkConfig("fe80::1"), ["network.bind=fe80::1: give an IPv4 address or a host name"]),
         (NetworkConfig("a", "b:1"), ["network.advertise=b:1: give an IPv4 address or a host name"]),
