@@ -389,7 +389,7 @@ class MasterWorker:
             if self._stop.is_set():
                 await self._save_and_stop(step + 1)
             if step + 1 == total or (checkpoint_due and not self._is_evaluating()):
-                await self._checkpoint(step + 1)
+                await self._save_checkpoint(step + 1)
                 checkpoint_due = False
             if step + 1 < total:
                 await self._wait_unless_stopped(self._evaluate(step + 1))
@@ -454,7 +454,7 @@ class MasterWorker:
                     "warning", text="the running held-out evaluation is cancelled and not repeated"
                 )
             self._log.announce(f"stopping: saving a checkpoint of step {completed}")
-            await self._checkpoint(completed)
+            await self._save_checkpoint(completed)
         self._report_stopped()
         raise RunStopped
 
@@ -480,7 +480,7 @@ class MasterWorker:
         # As before every checkpoint: a resumed run would not repeat the evaluation.
         await self._wait_unless_stopped(self._wait_for_evaluation())
         if self._saved_step < completed:
-            await self._checkpoint(completed)
+            await self._save_checkpoint(completed)
 
     async def _report(self, report: StepReport) -> None:
         step = report.step + 1
@@ -668,7 +668,7 @@ class MasterWorker:
             self._rpc, worker, call, request, timeout_s=self._plan.rpc.call_timeout_s, step=step
         )
 
-    async def _checkpoint(self, step: int) -> None:
+    async def _save_checkpoint(self, step: int) -> None:
         await self._steps.prepare_checkpoint()
         state = {
             "executor": self._executor.state_dict(),

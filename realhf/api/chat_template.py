@@ -328,7 +328,9 @@ class TemplateChat:
             return bytes([int(fallback[1], 16)])
         return bytes(_BYTE_OF[letter] for letter in token) if _BYTE_OF.keys() >= {*token} else None
 
-    def forgotten(self, shape: Sequence[Sequence[str]], tools: Tools = ()) -> tuple[bool, ...]:
+    def find_forgotten_turns(
+        self, shape: Sequence[Sequence[str]], tools: Tools = ()
+    ) -> tuple[bool, ...]:
         """Return, for each policy turn, whether the template omits its reasoning from the prompt
         after the last answer.
 

@@ -90,7 +90,7 @@ class ChatFormat(Protocol):
         """Return a policy turn as a message. ``tools`` are those of the opening."""
         ...
 
-    def forgotten(
+    def find_forgotten_turns(
         self, shape: Sequence[Sequence[str]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[bool, ...]:
         """Return, for each policy turn, whether the chat template drops its reasoning from the next

@@ -53,7 +53,7 @@ class HostKeys:
     hosts: Mapping[str, CurvePair]
     """Key pairs by name of the host."""
 
-    def of(self, name: str) -> HostKey:
+    def key_of(self, name: str) -> HostKey:
         """Return the keys of a host. Raises NetworkError if there are none."""
         if name not in self.hosts:
             names = ", ".join(sorted(self.hosts)) or "none"

@@ -427,7 +427,7 @@ class TruncatingConversation(Conversation):
         another turn fits after them."""
         assert self.tokens is not None
         shape = [*self._shape, _roles(messages)]
-        forgotten = self.chat.forgotten(shape, self.tools)
+        forgotten = self.chat.find_forgotten_turns(shape, self.tools)
         dropped = self._dropped | {
             n
             for n, turn in enumerate(self._turns)

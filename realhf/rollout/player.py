@@ -386,7 +386,9 @@ class TurnAgent:
         )
         self._keep_reasoning = keep_reasoning
         self._episodes_without_calls = 0
-        if not keep_reasoning and not any(any(chat.forgotten(shape)) for shape in _SHAPES):
+        if not keep_reasoning and not any(
+            any(chat.find_forgotten_turns(shape)) for shape in _SHAPES
+        ):
             raise ValueError(
                 "rollout.keep_reasoning=false has no effect: the chat template drops no old "
                 "reasoning"

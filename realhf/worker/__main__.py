@@ -101,7 +101,7 @@ def _read_key(args: argparse.Namespace) -> tuple[str, HostKey]:
     not text."""
     keys = HostKeys.read(args.key_file.expanduser())
     name = args.name or (next(iter(keys.hosts)) if len(keys.hosts) == 1 else host_name())
-    return name, keys.of(name)
+    return name, keys.key_of(name)
 
 
 def _serve(name: str, key: HostKey, args: argparse.Namespace) -> None:

@@ -26,7 +26,7 @@ class KeyRing:
 
     def of(self, name: str) -> HostKey:
         """The key of a host."""
-        return self.keys_of(name).of(name)
+        return self.keys_of(name).key_of(name)
 
     def file_of(self, name: str) -> Path:
         """A file with the key of a host."""

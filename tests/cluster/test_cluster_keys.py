@@ -199,7 +199,7 @@ def test_a_file_that_is_for_somebody_else_is_named_with_what_to_do(tmp_path: Pat
         with pytest.raises(NetworkError, match=f"keys of the cluster: .*{file} {said}"):
             read(tmp_path / file)
     with pytest.raises(NetworkError, match="there is no key of host 'b', only of a"):
-        HostKeys.read(tmp_path / "a.key").of("b")
+        HostKeys.read(tmp_path / "a.key").key_of("b")
 
 
 def test_why_a_file_of_keys_cannot_be_read_is_said(tmp_path: Path):
@@ -236,7 +236,7 @@ def test_the_command_makes_a_file_for_each_host_or_one_for_several(
         f"{tmp_path}/cluster-a.key: the key of host a; copy it there, mode 600",
         f"{tmp_path}/cluster-b.key: the key of host b; copy it there, mode 600",
     ]
-    before = HostKeys.read(tmp_path / "cluster-a.key").of("a").own.public
+    before = HostKeys.read(tmp_path / "cluster-a.key").key_of("a").own.public
     assert main(["keys", str(file), "--host", "a", "c", "--into", str(tmp_path / "both.key")]) == 0
     hosts = LauncherKeys.read(file).hosts
     assert {*hosts} == {"a", "b", "c"} and hosts["a"] != before, (

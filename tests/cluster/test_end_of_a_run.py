@@ -32,7 +32,7 @@ from pathlib import Path
 from realhf.cluster.messages import pack_message
 from realhf.cluster.cluster_keys import HostKeys
 from tests.cluster.strange_agent import StrangeAgent
-agent = StrangeAgent(sys.argv[1], HostKeys.read(Path(sys.argv[2])).of("flood"), "flood")
+agent = StrangeAgent(sys.argv[1], HostKeys.read(Path(sys.argv[2])).key_of("flood"), "flood")
 agent.join()
 frames = pack_message("ping", agent.session)
 agent.socket.sndhwm = 100_000

@@ -48,7 +48,7 @@ class WordChat:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(i - 1000) for i in token_ids if i >= 1000)
 
-    def forgotten(
+    def find_forgotten_turns(
         self, shape: Sequence[Sequence[str]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[bool, ...]:
         del tools

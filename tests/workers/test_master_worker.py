@@ -124,7 +124,7 @@ class SlowEvaluations(MasterWorker):
     async def _report(self, report):
         self.playing = asyncio.create_task(shares_of(self.rollouts))
 
-    async def _checkpoint(self, step):
+    async def _save_checkpoint(self, step):
         assert not self._steps.is_evaluating
         self.saved.append(step)
 
@@ -202,7 +202,7 @@ class Asked(MasterWorker):
     async def _evaluate(self, step, *, last=False):
         self.evaluated.append(step)
 
-    async def _checkpoint(self, step):
+    async def _save_checkpoint(self, step):
         self.request_stop()
         await asyncio.sleep(0)
         self._saved_step = step

@@ -25,7 +25,7 @@ from urllib.parse import unquote
 from botocore import xform_name
 
 from realhf.aws.cli.command_table import ALLOWED, WAITERS
-from realhf.aws.cli.virtual_folder import is_folder_name
+from realhf.aws.cli.virtual_folder import is_name_in_folder
 from realhf.base.text import quote_states
 
 
@@ -342,7 +342,7 @@ def _check_values(service: str, words: Sequence[str]) -> None:
             value = inline or ""
         if _LOCAL_PREFIX.search(value):
             plain = _PLAIN_FILE.fullmatch(value)
-            if plain is None or not is_folder_name(plain.group(1)):
+            if plain is None or not is_name_in_folder(plain.group(1)):
                 refuse("local-file", _PLAIN_NAMES_ONLY)
         if _URL.match(value) and _matches_option(option, *_FETCHED_OPTIONS):
             refuse("url-value", "no document is fetched from a URL here")
@@ -384,7 +384,7 @@ def _check_files(service: str, operation: str, arguments: Sequence[str]) -> None
     key = (service, operation)
     for option, word in with_option(arguments):
         if key in _FILE_OPTIONS and _matches_option(option, _FILE_OPTIONS[key]):
-            if not is_folder_name(word):
+            if not is_name_in_folder(word):
                 refuse("local-file", _PLAIN_NAMES_ONLY)
         elif option:
             continue
@@ -394,8 +394,8 @@ def _check_files(service: str, operation: str, arguments: Sequence[str]) -> None
             if not (
                 word.startswith("s3://")
                 or word in _WHOLE_FOLDER
-                or is_folder_name(word.removesuffix("/"))
+                or is_name_in_folder(word.removesuffix("/"))
             ):
                 refuse("local-file", _PLAIN_NAMES_ONLY)
-        elif key in _OUTFILE_OPERATIONS and not is_folder_name(word):
+        elif key in _OUTFILE_OPERATIONS and not is_name_in_folder(word):
             refuse("local-file", _PLAIN_NAMES_ONLY)

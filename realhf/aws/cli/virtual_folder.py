@@ -24,7 +24,7 @@ def is_plain_name(name: str) -> bool:
     return _PLAIN_NAME.match(name) is not None and ".." not in name
 
 
-def is_folder_name(name: str) -> bool:
+def is_name_in_folder(name: str) -> bool:
     """Return whether a string is a plain file name, optionally with ``./`` in front."""
     return is_plain_name(name.removeprefix("./"))
 

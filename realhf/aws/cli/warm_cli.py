@@ -49,7 +49,7 @@ from realhf.aws.cli.policy import (
     read_own_options,
     refuse,
 )
-from realhf.aws.cli.virtual_folder import is_folder_name
+from realhf.aws.cli.virtual_folder import is_name_in_folder
 
 MAX_COUNT = 100
 """Largest count in a request, unless botocore's model defines a maximum for it."""
@@ -192,7 +192,7 @@ def read_document(own: OwnOptions) -> Mapping[str, Any]:
     in_json = own.document_option == DOCUMENTS[0]
     if text.lower().startswith(("file:", "fileb:")):
         name = text.partition("://")[2]
-        if not is_folder_name(name):
+        if not is_name_in_folder(name):
             refuse("local-file", "only plain names inside the working folder can be read")
         try:
             with open(name, encoding="utf-8") as file:
@@ -631,7 +631,7 @@ def _restrict_param_files(refuse: Refuse) -> None:
 
     def read(prefix: str, path: str, mode: str) -> Any:
         name = path[len(prefix) :]
-        if not is_folder_name(name):
+        if not is_name_in_folder(name):
             refuse("local-file", "only plain names inside the working folder can be read")
         try:
             with open(name, mode) as file:

@@ -205,12 +205,12 @@ def chat(template, merges=()):
 def test_reasoning_before_the_last_word_of_a_user_is_forgotten(
     template: str, shape: tuple[tuple[str, ...], ...], forgotten: tuple[bool, ...]
 ) -> None:
-    assert chat(template).forgotten(shape, TOOLS) == forgotten
+    assert chat(template).find_forgotten_turns(shape, TOOLS) == forgotten
 
 
 @pytest.mark.parametrize("template", [QWEN25, SMOLLM2, LLAMA3, INSISTS])
 def test_templates_that_know_of_no_reasoning_forget_none(template):
-    assert not any(chat(template).forgotten((U, U, U)))
+    assert not any(chat(template).find_forgotten_turns((U, U, U)))
 
 
 @pytest.mark.parametrize(
