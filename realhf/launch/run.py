@@ -55,7 +55,11 @@ def run_to_the_end(
     config = built.config
     has_trial_name = any(text.startswith("trial_name=") for text in arguments)
     signals = StopSignals()
-    resume_hint = "" if has_trial_name else f"to go on with it: {resume_command(arguments, config.trial_name)}"
+    resume_hint = (
+        ""
+        if has_trial_name
+        else f"to go on with it: {resume_command(arguments, config.trial_name)}"
+    )
     try:
         with adopt_orphans(), signals.install(), _lock_folder(built.spec.run_dir):
             if config.recover_mode is RecoverMode.disabled:
@@ -78,7 +82,9 @@ def run_to_the_end(
         text = f"{stop}; what was saved is in {built.spec.run_dir}"
         cause = stop.__context__  # A failure whose clean-up was interrupted.
         return _print_error(
-            f"{cause}\n{text}" if isinstance(cause, LaunchError) else text, stop.exit_code, resume_hint
+            f"{cause}\n{text}" if isinstance(cause, LaunchError) else text,
+            stop.exit_code,
+            resume_hint,
         )
     except LaunchError as error:
         return _print_error(str(error), 1, resume_hint)
