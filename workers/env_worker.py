@@ -30,7 +30,7 @@ from realhf.web.settings import SettingError
 from workers.worker_main import add_key_file, follow_master, read_keys, server_network
 
 
-class Interrupted(Exception):
+class ServerInterrupted(Exception):
     """SIGTERM or SIGINT was received."""
 
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, lambda *_: _interrupt(stop))
     try:
         serve(program, arguments)
-    except Interrupted:
+    except ServerInterrupted:
         return 0
     except (SettingError, OSError, ValueError) as error:
         print(f"{program.name}: {error}", file=sys.stderr)
@@ -121,11 +121,11 @@ def build_parser(program: ServerProgram) -> argparse.ArgumentParser:
 
 
 def _interrupt(stop: threading.Event) -> None:
-    """Raise Interrupted in the main thread at the first signal; ignore later ones, so that clean-up
+    """Raise ServerInterrupted in the main thread at the first signal; ignore later ones, so that clean-up
     is undisturbed."""
     if not stop.is_set():
         stop.set()
-        raise Interrupted
+        raise ServerInterrupted
 
 
 def serve(program: ServerProgram, arguments: argparse.Namespace) -> None:

@@ -31,12 +31,12 @@ from realhf.cluster.messages import (
     EndWorker,
     Exited,
     FilePiece,
+    FolderProbeRequest,
     HelloRefusal,
     KillWorker,
     Lines,
     Message,
     NotStarted,
-    Probe,
     ProbeAnswer,
     StartWorker,
     Welcome,
@@ -390,7 +390,7 @@ class HostAgent:
             if receipt.problem:
                 _log.error("cannot keep %s: %s", message.path, receipt.problem)
             self._send(socket, "kept", receipt)
-        elif isinstance(message, Probe):
+        elif isinstance(message, FolderProbeRequest):
             self._send(socket, "probed", self._answer_probe(message))
 
     def _start_waiting(self, socket: zmq.Socket[bytes]) -> None:
@@ -464,7 +464,7 @@ class HostAgent:
         self._local.kill(request.name, request.cause, pid=request.pid, started=request.started)
 
     @staticmethod
-    def _answer_probe(probe: Probe) -> ProbeAnswer:
+    def _answer_probe(probe: FolderProbeRequest) -> ProbeAnswer:
         """Read the launcher's token and write the reversed text as proof of a shared folder; return
         the answer."""
         text = ""

@@ -14,7 +14,7 @@ from pathlib import Path
 from realhf.base import process_clock
 from realhf.base.host_resources import usable_cores
 from realhf.cluster.file_transfer import TransferQueue
-from realhf.cluster.messages import HostHello, Probe, ProbeAnswer
+from realhf.cluster.messages import FolderProbeRequest, HostHello, ProbeAnswer
 from realhf.cluster.own_host import own_gpus
 from realhf.cluster.placement import LAUNCHER, USES_GPU, CandidateHost, kind_of
 from realhf.scheduler.base import WorkerSpec
@@ -74,7 +74,7 @@ class RunningWorker:
 
 
 @dataclass
-class Host:
+class JoinedHost:
     """A joined host."""
 
     hello: HostHello
@@ -102,7 +102,7 @@ class HostTable:
     restart of the run."""
 
     def __init__(self, backoffs: dict[str, HostBackoff] | None = None) -> None:
-        self.hosts: dict[str, Host] = {}
+        self.hosts: dict[str, JoinedHost] = {}
         self.workers: dict[str, RunningWorker] = {}
         self.backoffs = {} if backoffs is None else backoffs
 
@@ -249,11 +249,11 @@ class FolderProbe:
         folder.mkdir(parents=True, exist_ok=True)
         self._token.write_text(self._text, encoding="ascii")
 
-    def build_probe(self, number: int) -> Probe:
+    def build_probe(self, number: int) -> FolderProbeRequest:
         """Return the message for a host."""
-        return Probe(number, str(self._token), str(self._answer), [*self._prints])
+        return FolderProbeRequest(number, str(self._token), str(self._answer), [*self._prints])
 
-    def apply_answer(self, host: Host, answer: ProbeAnswer) -> None:
+    def apply_answer(self, host: JoinedHost, answer: ProbeAnswer) -> None:
         """Record what the host shares, and remove its answer."""
         try:
             written = self._answer.read_text(encoding="ascii")

@@ -71,7 +71,7 @@ class HelloRefusal(Message, frozen=True):
     reason: Text
 
 
-class Nothing(Message, frozen=True):
+class NoContent(Message, frozen=True):
     """Message without content.
 
     Kinds: ``ping`` and ``pong``; ``again``: register again; ``over``: the run has ended; ``leave``:
@@ -79,7 +79,7 @@ class Nothing(Message, frozen=True):
     """
 
 
-class Probe(Message, frozen=True):
+class FolderProbeRequest(Message, frozen=True):
     """Question whether a host shares the run folder, and which files it has."""
 
     number: int
@@ -212,15 +212,15 @@ class OperatorReport(Message, frozen=True):
 OF_AGENT: Mapping[str, type[Message]] = MappingProxyType(
     {
         "hello": HostHello,
-        "ping": Nothing,
+        "ping": NoContent,
         "probed": ProbeAnswer,
         "kept": FileReceipt,
         "lines": Lines,
         "exited": Exited,
         "not_started": NotStarted,
         "ended": Ended,
-        "leave": Nothing,
-        "status": Nothing,
+        "leave": NoContent,
+        "status": NoContent,
         "add": OperatorOrder,
         "remove": OperatorOrder,
     }
@@ -230,15 +230,15 @@ OF_LAUNCHER: Mapping[str, type[Message]] = MappingProxyType(
     {
         "welcome": Welcome,
         "refused": HelloRefusal,
-        "pong": Nothing,
-        "again": Nothing,
-        "over": Nothing,
-        "probe": Probe,
+        "pong": NoContent,
+        "again": NoContent,
+        "over": NoContent,
+        "probe": FolderProbeRequest,
         "file": FilePiece,
         "start": StartWorker,
         "end": EndWorker,
         "kill": KillWorker,
-        "leave": Nothing,
+        "leave": NoContent,
         "report": OperatorReport,
     }
 )
@@ -251,7 +251,7 @@ def pack_message(
     """Encode a message as frames. ``fields`` are added to the header."""
     return [
         pack_header(kind, CONTROL, session, **fields),
-        pack_payload(to_payload(message or Nothing(), kind)),
+        pack_payload(to_payload(message or NoContent(), kind)),
     ]
 
 

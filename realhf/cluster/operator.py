@@ -16,7 +16,7 @@ from realhf.cluster.messages import (
     OF_LAUNCHER,
     EndWorker,
     Message,
-    Nothing,
+    NoContent,
     OperatorOrder,
     OperatorReport,
     pack_message,
@@ -57,7 +57,7 @@ def ask_launcher(
     began = process_clock.now()
     try:
         connect_encrypted(socket, launcher, key.server_public, key.own)
-        socket.send_multipart(pack_message(kind, session, message or Nothing()))
+        socket.send_multipart(pack_message(kind, session, message or NoContent()))
         while not socket.poll(POLL_MS):
             watch.process_events()
             if watch.refusal:

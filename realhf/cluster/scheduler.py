@@ -34,8 +34,8 @@ from realhf.cluster.file_transfer import (
 from realhf.cluster.host_table import (
     PROBE_S,
     FolderProbe,
-    Host,
     HostTable,
+    JoinedHost,
     RunningWorker,
     list_warnings,
 )
@@ -522,7 +522,7 @@ class ClusterScheduler:
                     name, f"its host {name} was removed, and did not say how its workers ended"
                 )
 
-    def _advance_transfers(self, name: str, host: Host) -> None:
+    def _advance_transfers(self, name: str, host: JoinedHost) -> None:
         """Send a host more of its files; report the end of workers whose files it cannot store."""
         for worker, why in host.transfers.advance():
             if (running := self._table.workers.pop(worker, None)) is not None:
@@ -562,7 +562,7 @@ class ClusterScheduler:
         transfers = TransferQueue(
             lambda kind, message: control.send(hello.name, kind, message, session=event.session)
         )
-        self._table.hosts[hello.name] = Host(hello, transfers)
+        self._table.hosts[hello.name] = JoinedHost(hello, transfers)
         self._refusals.pop(hello.name, None)
         if self._running:
             self._note_placement(hello.name, made_of=hello.made_of)
@@ -647,7 +647,9 @@ class ClusterScheduler:
                 self._table.remove_host(event.name)
 
 
-def _build_exit(message: Exited | NotStarted, running: RunningWorker, host: Host) -> WorkerExit:
+def _build_exit(
+    message: Exited | NotStarted, running: RunningWorker, host: JoinedHost
+) -> WorkerExit:
     """Return the exit of a worker.
 
     The end of a log on a host without the run folder is appended to the log file here, with its

@@ -12,7 +12,7 @@ from types import FrameType
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Interrupted(Exception):
+class LaunchInterrupted(Exception):
     """Stop of a launch by SIGINT or SIGTERM. ``outcome`` tells what the run saved."""
 
     def __init__(self, signum: int, outcome: str = "") -> None:
@@ -27,7 +27,7 @@ class StopSignals:
 
     While the run can save its progress (``deferred``), the first signal only sets ``requested``,
     which the launcher's loop checks. Otherwise, and from the second signal on, a signal raises
-    ``Interrupted`` in the main thread. Signals after that are ignored, so that they do not disturb
+    ``LaunchInterrupted`` in the main thread. Signals after that are ignored, so that they do not disturb
     the clean-up.
     """
 
@@ -36,7 +36,7 @@ class StopSignals:
         """The signal that asked the run to save and stop, if any."""
         self.deferred = False
         """Whether the first signal lets the run save a checkpoint instead of raising
-        ``Interrupted``."""
+        ``LaunchInterrupted``."""
         self._has_raised = False
 
     @contextlib.contextmanager
@@ -57,7 +57,7 @@ class StopSignals:
             self.requested = signum
             return
         self._has_raised = True
-        raise Interrupted(
+        raise LaunchInterrupted(
             signum, "no checkpoint was waited for" if self.requested is not None else ""
         )
 

@@ -27,7 +27,7 @@ from realhf.api.experiment import ExperimentSpec, JobSpec, RunPlan
 from realhf.base import process_clock
 from realhf.base.loopback import free_port, is_loopback_host
 from realhf.launch.allocation import MEMORY_ADVICE
-from realhf.launch.interrupts import Interrupted, StopSignals, defer_signals
+from realhf.launch.interrupts import LaunchInterrupted, StopSignals, defer_signals
 from realhf.monitor.display import Display
 from realhf.monitor.events import parse_event
 from realhf.monitor.run_files import record_death
@@ -130,7 +130,7 @@ def run_workers(
     summary.
 
     An asynchronous run recovers from the deaths of workers by itself. Raises LaunchError that names
-    the worker whose failure was final, and Interrupted after the run has saved the checkpoint that
+    the worker whose failure was final, and LaunchInterrupted after the run has saved the checkpoint that
     ``signals`` requested."""
     signals = signals or StopSignals()
     rollout = plan.spec.rollout
@@ -149,13 +149,13 @@ def run_workers(
         try:
             # The master itself waits connect_timeout_s for each worker. Twice that leaves time for
             # hosts that receive files before they can start a worker.
-            supervisor = Supervisor(
+            supervisor = WorkerSupervisor(
                 replaces=rollout is not None, join_s=2 * plan.rpc.connect_timeout_s
             )
             return _run_once(plan, scheduler, display, supervisor, signals)
         except (LaunchError, RunRestart) as error:
             if signals.requested is not None:
-                raise Interrupted(
+                raise LaunchInterrupted(
                     signals.requested, "the run failed before it could save a checkpoint"
                 ) from error
             if isinstance(error, LaunchError) and not isinstance(error, WorkerFailed):
@@ -182,7 +182,7 @@ def _run_once(
     plan: RunPlan,
     scheduler: Scheduler,
     display: Display,
-    supervisor: Supervisor,
+    supervisor: WorkerSupervisor,
     signals: StopSignals,
 ) -> dict[str, Any]:
     """Run all processes until the master has ended, and return the summary that it reported."""
@@ -234,7 +234,7 @@ def _run_once(
                 elif message["kind"] == "step":
                     signals.deferred = True  # From now on there is progress to save.
                 elif message["kind"] == "stopped" and signals.requested is not None:
-                    raise Interrupted(signals.requested, message["text"])
+                    raise LaunchInterrupted(signals.requested, message["text"])
                 elif message["kind"] == "done":
                     signals.deferred = False
                     summary = message["summary"]
@@ -277,7 +277,7 @@ def _replace_workers(
     exits: Sequence[WorkerExit],
     scheduler: Scheduler,
     display: Display,
-    supervisor: Supervisor,
+    supervisor: WorkerSupervisor,
     run_dir: Path,
 ) -> None:
     """Restart the workers that ended, and report each death on the display and in the run folder.
@@ -471,7 +471,7 @@ class ElasticWorkers:
         """Address of the master, "" until it listens."""
 
     def start_requested(
-        self, scheduler: Scheduler, supervisor: Supervisor, display: Display
+        self, scheduler: Scheduler, supervisor: WorkerSupervisor, display: Display
     ) -> None:
         """Start the requested workers. Requests for a host that has left since are dropped with a
         warning."""
@@ -529,7 +529,7 @@ class KillOrder:
     0 if unknown."""
 
 
-class Supervisor:
+class WorkerSupervisor:
     """State of the worker processes of one run, and the restart policy.
 
     With ``replaces``, as in asynchronous runs, a worker is restarted after up to ``MAX_ERRORS``

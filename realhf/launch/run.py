@@ -26,7 +26,7 @@ from realhf.base.text import escape_controls
 from realhf.dataflow.best_policy import BEST_POLICY
 from realhf.env.loader.load import passport_file
 from realhf.launch.build import BuiltExperiment
-from realhf.launch.interrupts import Interrupted, StopSignals
+from realhf.launch.interrupts import LaunchInterrupted, StopSignals
 from realhf.launch.plugins import make_scheduler
 from realhf.launch.processes import LaunchError, run_job, run_workers
 from realhf.launch.resume import Resumption, plain_options, resume_command
@@ -78,7 +78,7 @@ def run_to_the_end(
             if resume_hint:
                 print(f"run: {built.spec.run_dir}\n{resume_hint}", flush=True)
             summary = _run_with_display(built, launch, started_at, resumption, signals)
-    except Interrupted as stop:
+    except LaunchInterrupted as stop:
         text = f"{stop}; what was saved is in {built.spec.run_dir}"
         cause = stop.__context__  # A failure whose clean-up was interrupted.
         return _print_error(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from realhf.monitor.advisory_rules import RULES, SEVERITIES, Advisory, Evidence, MetricRow
+from realhf.monitor.advisory_rules import RULES, SEVERITIES, Advisory, MetricRow, RunEvidence
 from realhf.monitor.provenance import read_config
 from realhf.monitor.rollouts.reader import RolloutRow, RolloutStore
 
@@ -33,7 +33,9 @@ def advise(
     run's options. effective: options that have an effect in the run, if known; others in an advice
     are marked as idle. Values that are not numbers are ignored.
     """
-    evidence = Evidence(rows, index, sorted(evaluations, key=lambda pair: pair[0]), staleness_bound)
+    evidence = RunEvidence(
+        rows, index, sorted(evaluations, key=lambda pair: pair[0]), staleness_bound
+    )
     advisories = [
         _note_idle_options(advisory, effective) for rule in RULES for advisory in rule(evidence)
     ]

@@ -42,7 +42,7 @@ class Advisory:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class RunEvidence:
     """Input of the rules."""
 
     rows: Sequence[MetricRow]
@@ -65,7 +65,7 @@ class Evidence:
         return self.rows[:RECENT] if len(self.rows) >= MIN_STEPS else ()
 
 
-Rule = Callable[[Evidence], Iterator[Advisory]]
+Rule = Callable[[RunEvidence], Iterator[Advisory]]
 """Yields the problems that one rule finds."""
 Condition = Callable[[MetricRow], bool | None]
 """Whether a condition holds in a step; None if the step lacks the metric."""
@@ -153,7 +153,7 @@ def hold_all(*conditions: Condition) -> Condition:
     return holds
 
 
-def _find_start_or_recent(run: Evidence, holds: Condition) -> int:
+def _find_start_or_recent(run: RunEvidence, holds: Condition) -> int:
     """Return the step since which a condition holds; the first of the recent steps if it does not
     hold now."""
     return find_start(run.rows, holds, 1) or step_of(run.recent[0])
@@ -177,7 +177,7 @@ def _condition_rule(
     on that show the problem.
     """
 
-    def rule(run: Evidence) -> Iterator[Advisory]:
+    def rule(run: RunEvidence) -> Iterator[Advisory]:
         since = find_start(run.rows, holds, min_steps)
         if since is not None:
             now = {key: mean(run.recent, metric) or 0.0 for key, metric in metrics.items()}
@@ -220,7 +220,7 @@ UNSEEN = 50
 """Number of steps after which a run needs an evaluation in addition to the one before training."""
 
 
-def check_group_signal(run: Evidence) -> Iterator[Advisory]:
+def check_group_signal(run: RunEvidence) -> Iterator[Advisory]:
     """Most groups have no signal."""
     signal = finite_values(run.recent, SIGNAL)
     groups = finite_values(run.recent, ALL_GROUPS)
@@ -239,7 +239,7 @@ def check_group_signal(run: Evidence) -> Iterator[Advisory]:
     )
 
 
-def check_length(run: Evidence) -> Iterator[Advisory]:
+def check_length(run: RunEvidence) -> Iterator[Advisory]:
     """Answers have become much longer or much shorter."""
     before = mean(run.early, "length/mean")
     now = mean(run.recent, "length/mean")
@@ -260,7 +260,7 @@ def check_length(run: Evidence) -> Iterator[Advisory]:
     )
 
 
-def check_groups(run: Evidence) -> Iterator[Advisory]:
+def check_groups(run: RunEvidence) -> Iterator[Advisory]:
     """One group of tasks fails while others succeed."""
     overall = mean(run.recent, SUCCESS)
     if overall is None or overall < 4 * FALLEN_BEHIND:
@@ -289,7 +289,7 @@ def check_groups(run: Evidence) -> Iterator[Advisory]:
         )
 
 
-def check_evaluation_age(run: Evidence) -> Iterator[Advisory]:
+def check_evaluation_age(run: RunEvidence) -> Iterator[Advisory]:
     """The last evaluation is old."""
     if not run.rows or not run.evaluations:
         return
@@ -308,7 +308,7 @@ def check_evaluation_age(run: Evidence) -> Iterator[Advisory]:
         )
 
 
-def check_held_out_trend(run: Evidence) -> Iterator[Advisory]:
+def check_held_out_trend(run: RunEvidence) -> Iterator[Advisory]:
     """Held-out success falls below the interval of its best, while the training reward has
     risen."""
     way, points = _held_out_evaluations(run)
@@ -339,7 +339,7 @@ def check_held_out_trend(run: Evidence) -> Iterator[Advisory]:
     )
 
 
-def check_held_out_success(run: Evidence) -> Iterator[Advisory]:
+def check_held_out_success(run: RunEvidence) -> Iterator[Advisory]:
     """No episode of the last evaluation succeeded, and there were enough episodes for a verdict."""
     way, points = _held_out_evaluations(run)
     if not points:
@@ -363,7 +363,7 @@ def check_held_out_success(run: Evidence) -> Iterator[Advisory]:
     )
 
 
-def check_held_out_turns(run: Evidence) -> Iterator[Advisory]:
+def check_held_out_turns(run: RunEvidence) -> Iterator[Advisory]:
     """The limit of turns ended most episodes of the last evaluation."""
     way, points = _held_out_evaluations(run)
     if not points:
@@ -385,7 +385,7 @@ def check_held_out_turns(run: Evidence) -> Iterator[Advisory]:
     )
 
 
-def _held_out_evaluations(run: Evidence) -> tuple[str, list[tuple[int, dict[str, float]]]]:
+def _held_out_evaluations(run: RunEvidence) -> tuple[str, list[tuple[int, dict[str, float]]]]:
     """Return the sampling method that represents the run, and its evaluations as (step, results of
     all groups)."""
     way = next(
@@ -446,7 +446,7 @@ NORM = "policy/grad_norm"
 SKIPPED = "policy/skipped"
 
 
-def check_entropy(run: Evidence) -> Iterator[Advisory]:
+def check_entropy(run: RunEvidence) -> Iterator[Advisory]:
     """The entropy of the policy has collapsed."""
     before = mean(run.early, "policy/entropy")
     now = mean(run.recent, "policy/entropy")
@@ -464,7 +464,7 @@ def check_entropy(run: Evidence) -> Iterator[Advisory]:
     )
 
 
-def check_kl(run: Evidence) -> Iterator[Advisory]:
+def check_kl(run: RunEvidence) -> Iterator[Advisory]:
     """The policy leaves its reference."""
     before = mean(run.early, "policy/kl_ref")
     now = mean(run.recent, "policy/kl_ref")
@@ -483,7 +483,7 @@ def check_kl(run: Evidence) -> Iterator[Advisory]:
     )
 
 
-def check_mismatch(run: Evidence) -> Iterator[Advisory]:
+def check_mismatch(run: RunEvidence) -> Iterator[Advisory]:
     """Engine and trainer disagree more and more about the same tokens."""
     before = mean(run.early, "mismatch/kl")
     now = mean(run.recent, "mismatch/kl")
@@ -508,7 +508,7 @@ def check_mismatch(run: Evidence) -> Iterator[Advisory]:
     )
 
 
-def check_gradient_norm(run: Evidence) -> Iterator[Advisory]:
+def check_gradient_norm(run: RunEvidence) -> Iterator[Advisory]:
     """A recent gradient is far larger than usual."""
     usual = median(run.rows[:-RECENT], NORM) if run.early else None
     if not usual:
@@ -532,7 +532,7 @@ def _finite_norm(row: MetricRow) -> float:
     return value if value is not None and math.isfinite(value) else 0.0
 
 
-def check_finite_updates(run: Evidence) -> Iterator[Advisory]:
+def check_finite_updates(run: RunEvidence) -> Iterator[Advisory]:
     """Updates were skipped, or their loss or gradient norm is not finite."""
     for call, title in (("policy", "policy"), ("critic", "critic")):
         bad = [row for row in run.rows if _is_bad(row, call)]
@@ -558,7 +558,7 @@ def _is_bad(row: MetricRow, call: str) -> bool:
     return any(value is not None and not math.isfinite(value) for value in values)
 
 
-def check_ratio(run: Evidence) -> Iterator[Advisory]:
+def check_ratio(run: RunEvidence) -> Iterator[Advisory]:
     """Single tokens have become far likelier than they were when sampled."""
     since = find_start(run.rows, is_above("policy/ratio_max", LARGE_RATIO))
     if since is not None:
@@ -603,7 +603,7 @@ DISCARDED = 0.2
 """Fraction of discarded samples above which a warning is given."""
 
 
-def check_failure_rate(run: Evidence) -> Iterator[Advisory]:
+def check_failure_rate(run: RunEvidence) -> Iterator[Advisory]:
     """Many rollouts fail, or more than before."""
     now = _failed_share(run.recent)
     before = _failed_share(run.early)
@@ -637,7 +637,7 @@ def _failed_share(rows: Sequence[MetricRow]) -> float | None:
     return failed / played if played > 0 else None
 
 
-def check_failing_tasks(run: Evidence) -> Iterator[Advisory]:
+def check_failing_tasks(run: RunEvidence) -> Iterator[Advisory]:
     """The environment fails at particular tasks."""
     played: Counter[str] = Counter()
     failed: Counter[str] = Counter()
@@ -670,7 +670,7 @@ def check_failing_tasks(run: Evidence) -> Iterator[Advisory]:
         )
 
 
-def check_staleness(run: Evidence) -> Iterator[Advisory]:
+def check_staleness(run: RunEvidence) -> Iterator[Advisory]:
     """Almost all samples are as stale as the bound allows."""
     bound = run.staleness_bound
     if not bound or bound <= 0:
@@ -690,7 +690,7 @@ def check_staleness(run: Evidence) -> Iterator[Advisory]:
         )
 
 
-def check_throughput(run: Evidence) -> Iterator[Advisory]:
+def check_throughput(run: RunEvidence) -> Iterator[Advisory]:
     """Throughput has halved."""
     before = median(run.rows[: max(RECENT, len(run.rows) // 2)], SPEED) if run.early else None
     now = median(run.recent, SPEED)
@@ -714,7 +714,7 @@ def check_throughput(run: Evidence) -> Iterator[Advisory]:
     )
 
 
-def check_discarded_samples(run: Evidence) -> Iterator[Advisory]:
+def check_discarded_samples(run: RunEvidence) -> Iterator[Advisory]:
     """Many played samples are discarded."""
     if not run.rows:
         return
@@ -742,7 +742,7 @@ def check_discarded_samples(run: Evidence) -> Iterator[Advisory]:
     )
 
 
-def check_updates(run: Evidence) -> Iterator[Advisory]:
+def check_updates(run: RunEvidence) -> Iterator[Advisory]:
     """Train steps make no update of the policy although groups have a signal."""
     since = find_start(
         run.rows, hold_all(equals_value("policy/updates", 0.0), is_above("groups/with_signal", 0.0))

@@ -229,7 +229,7 @@ class TraceWriter(Tracer):
 
     def span(self, name: str, **args: Any) -> contextlib.AbstractContextManager[None]:
         """See ``Tracer``."""
-        return _Span(self, name, args or None)
+        return _SpanContext(self, name, args or None)
 
     def record(
         self, name: str, began_ns: int, ended_ns: int, *, line: str = "", **args: Any
@@ -308,7 +308,7 @@ def open_trace(run_dir: Path, process: str) -> TraceWriter:
     return TraceWriter(trace_path(run_dir, process), process)
 
 
-class _Span:
+class _SpanContext:
     """Context manager that records a span. A class, since a generator costs more."""
 
     __slots__ = ("_args", "_began", "_name", "_writer")

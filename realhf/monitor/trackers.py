@@ -30,7 +30,7 @@ from realhf.monitor.provenance import read_config
 IDENTITY_FILE = "trackers.json"
 
 
-class Tracker(Protocol):
+class RunTracker(Protocol):
     """Receiver of a run's reports. All methods are called on one thread, in order; an exception
     ends the tracker."""
 
@@ -140,8 +140,8 @@ def _write_identity(run_dir: Path, names: Mapping[str, str]) -> None:
     write_atomic(run_dir / IDENTITY_FILE, json.dumps(dict(names)))
 
 
-class TensorBoardTracker(Tracker):
-    """``Tracker`` for TensorBoard. Transcripts are not written.
+class TensorBoardTracker(RunTracker):
+    """``RunTracker`` for TensorBoard. Transcripts are not written.
 
     When TensorBoard reads the file, it drops the points of an interrupted run that a resumption
     repeats.
@@ -161,7 +161,7 @@ class TensorBoardTracker(Tracker):
         )
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Record numbers and flush the file; see ``Tracker``."""
+        """Record numbers and flush the file; see ``RunTracker``."""
         from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[attr-defined]
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
 
@@ -172,7 +172,7 @@ class TensorBoardTracker(Tracker):
         self._writer.flush()
 
     def close(self, failed: bool) -> None:
-        """See ``Tracker``."""
+        """See ``RunTracker``."""
         del failed
         self._writer.close()
 
@@ -181,8 +181,8 @@ PROJECT = "realhf"
 STEP = "step"
 
 
-class WandbTracker(Tracker):
-    """``Tracker`` for W&B.
+class WandbTracker(RunTracker):
+    """``RunTracker`` for W&B.
 
     Metrics are plotted over ``step``, which W&B accepts in any order; its own step counter would
     refuse a late evaluation. A resumed run keeps its id. Offline, W&B buffers up to 32 KiB, which a
@@ -218,7 +218,7 @@ class WandbTracker(Tracker):
                     self.metrics(step, lost)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """See ``Tracker``."""
+        """See ``RunTracker``."""
         self._run.log({**values, STEP: step})
 
     def rollouts(self, step: int, texts: Sequence[str]) -> None:
@@ -229,7 +229,7 @@ class WandbTracker(Tracker):
         self._run.log({"rollouts": table, STEP: step})
 
     def close(self, failed: bool) -> None:
-        """See ``Tracker``."""
+        """See ``RunTracker``."""
         self._run.finish(exit_code=int(failed))
 
 
@@ -331,8 +331,8 @@ def _iterate_records(log: bytes) -> Iterator[tuple[int, bytes]]:
         offset += _PIECE + size
 
 
-class TrackioTracker(Tracker):
-    """``Tracker`` for Trackio, with a project for each experiment name. Transcripts are not sent.
+class TrackioTracker(RunTracker):
+    """``RunTracker`` for Trackio, with a project for each experiment name. Transcripts are not sent.
 
     Trackio identifies a run by its name, so the name contains the run's id, and a resumed run keeps
     it.
@@ -350,11 +350,11 @@ class TrackioTracker(Tracker):
         )
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """See ``Tracker``."""
+        """See ``RunTracker``."""
         self._run.log(dict(values), step=step)
 
     def close(self, failed: bool) -> None:
-        """See ``Tracker``."""
+        """See ``RunTracker``."""
         del failed
         self._run.finish()
 
@@ -370,8 +370,8 @@ _TAG = "realhf.id"
 """Tag by which a run is found in MLflow."""
 
 
-class MlflowTracker(Tracker):
-    """``Tracker`` for MLflow, with an experiment for each experiment name and a run for each trial.
+class MlflowTracker(RunTracker):
+    """``RunTracker`` for MLflow, with an experiment for each experiment name and a run for each trial.
 
     A resumed run continues the same MLflow run, and sends again what a killed process had not sent.
     Values of steps after the checkpoint are deleted from a local store; MLflow has no request for
@@ -445,7 +445,7 @@ class MlflowTracker(Tracker):
                 self.metrics(step, lost)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Send numbers; see ``Tracker``. Characters that MLflow does not allow in names become
+        """Send numbers; see ``RunTracker``. Characters that MLflow does not allow in names become
         underscores."""
         now = int(time.time() * 1000)
         metrics = [
@@ -459,7 +459,7 @@ class MlflowTracker(Tracker):
         self._client.log_text(self._run, "\n\n".join(texts), f"rollouts/step-{step:06d}.txt")
 
     def close(self, failed: bool) -> None:
-        """See ``Tracker``."""
+        """See ``RunTracker``."""
         self._client.set_terminated(self._run, status="FAILED" if failed else "FINISHED")
 
 
@@ -517,7 +517,7 @@ def _clean_name(name: str) -> str:
     return "/".join(parts)[:_LONGEST_NAME] or "_"
 
 
-OpenTracker = Callable[[RunInfo], Tracker]
+OpenTracker = Callable[[RunInfo], RunTracker]
 ADAPTERS: Mapping[str, OpenTracker] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
@@ -607,7 +607,7 @@ class _TrackerThread:
         self.step: int | None = info.first_step
         """Step of the entry being sent, the first one lost if the tracker fails; None at the
         end."""
-        self._waiting: queue.Queue[tuple[int | None, Callable[[Tracker], None] | None]] = (
+        self._waiting: queue.Queue[tuple[int | None, Callable[[RunTracker], None] | None]] = (
             queue.Queue(MAX_QUEUED)
         )
         self._thread = threading.Thread(
@@ -618,7 +618,7 @@ class _TrackerThread:
         )
         self._thread.start()
 
-    def put(self, entry: Callable[[Tracker], None] | None, step: int | None = None) -> None:
+    def put(self, entry: Callable[[RunTracker], None] | None, step: int | None = None) -> None:
         try:
             self._waiting.put_nowait((step, entry))
         except queue.Full:

@@ -21,7 +21,7 @@ from realhf.cluster.cluster_keys import (
     make_keys,
 )
 from realhf.cluster.control_endpoint import ControlEndpoint, HostJoined, HostLost, OperatorRequest
-from realhf.cluster.messages import HelloRefusal, Nothing, OperatorReport
+from realhf.cluster.messages import HelloRefusal, NoContent, OperatorReport
 from realhf.transport.errors import NetworkError
 from realhf.transport.network import RunKeys, connect_encrypted
 from realhf.transport.sockets import HandshakeWatch
@@ -82,7 +82,7 @@ def test_with_the_key_of_a_host_nobody_is_another_host_or_an_operator(opened: Op
         "its key is that of a, and not of a host 'b'"
     )
     for kind in ("status", "remove"):
-        pretender.say(kind, Nothing())
+        pretender.say(kind, NoContent())
     said = pretender.hears(OperatorReport)
     assert said.failed and "the key of host a is none of an operator" in said.lines[0]
     victim = opened.agent("b").join()

@@ -14,7 +14,7 @@ from realhf.base import process_clock
 from realhf.cluster import host_table, own_host
 from realhf.cluster.control_endpoint import HostMessage
 from realhf.cluster.file_transfer import TransferQueue
-from realhf.cluster.host_table import Host, HostTable, RunningWorker
+from realhf.cluster.host_table import HostTable, JoinedHost, RunningWorker
 from realhf.cluster.messages import Exited, HostHello, NotStarted
 from realhf.cluster.options import ClusterOptions, placement_problems
 from realhf.cluster.own_host import describe_host
@@ -223,7 +223,7 @@ class Bench:
         self.start("master")
 
     def join(self, name: str) -> None:
-        self.table.hosts[name] = Host(
+        self.table.hosts[name] = JoinedHost(
             hello(name), TransferQueue(lambda kind, message: True), shared=True
         )
 
@@ -344,9 +344,9 @@ def test_two_agents_of_one_machine_deal_out_its_gpus_once(sees: Sees):
     """One of them is in a container that has two of four GPUs, and counts them from 0."""
     table = HostTable()
     sees(4)
-    table.hosts["a"] = Host(hello("a"), TransferQueue(lambda kind, message: True))
+    table.hosts["a"] = JoinedHost(hello("a"), TransferQueue(lambda kind, message: True))
     sees([2, 3], "1,0")
-    table.hosts["b"] = Host(hello("b"), TransferQueue(lambda kind, message: True))
+    table.hosts["b"] = JoinedHost(hello("b"), TransferQueue(lambda kind, message: True))
     sees(0, machine="of the launcher")
     where: list[tuple[str, int | None]] = []
     for number in range(4):

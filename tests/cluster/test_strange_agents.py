@@ -27,11 +27,11 @@ from realhf.cluster.messages import (
     Exited,
     FilePiece,
     FileReceipt,
+    FolderProbeRequest,
     HelloRefusal,
     Lines,
     OperatorOrder,
     OperatorReport,
-    Probe,
     ProbeAnswer,
     StartWorker,
 )
@@ -163,7 +163,7 @@ class Answers(threading.Thread):
         while time.monotonic() < end:
             if (found := self._agent.heard()) is None:
                 self._agent.socket.poll(20)
-            elif isinstance(found[1], Probe):
+            elif isinstance(found[1], FolderProbeRequest):
                 self._agent.say("probed", ProbeAnswer(found[1].number, "", []))
             elif isinstance(found[1], StartWorker):
                 return

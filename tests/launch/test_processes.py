@@ -26,8 +26,8 @@ from realhf.launch.processes import (
     ElasticWorkers,
     KillOrder,
     LaunchError,
-    Supervisor,
     WorkerFailed,
+    WorkerSupervisor,
     failure_message,
     run_workers,
     worker_specs,
@@ -288,7 +288,7 @@ def end(name, code=-9):
 
 
 def supervisor(*names):
-    made = Supervisor()
+    made = WorkerSupervisor()
     for name in names:
         made.on_start(spec(name))
     return made
@@ -416,7 +416,7 @@ def test_whom_the_master_declares_dead_is_killed_and_only_that_process(clock):
 
 def test_a_worker_whose_start_was_put_off_has_its_whole_time_to_join(clock):
     """It waits until a host has rested, which may take longer than it may take to register."""
-    watch = Supervisor(join_s=50.0)
+    watch = WorkerSupervisor(join_s=50.0)
     watch.on_start(spec("generation/0"))
     clock.now = 40.0
     watch.on_deferred_start("generation/0")
@@ -428,7 +428,7 @@ def test_a_worker_whose_start_was_put_off_has_its_whole_time_to_join(clock):
 
 
 def test_who_never_registers_is_killed_and_so_is_a_master_that_never_listens(clock):
-    watch = Supervisor(join_s=50.0)
+    watch = WorkerSupervisor(join_s=50.0)
     for name in ("master", "generation/0", "generation/1"):
         watch.on_start(spec(name))
     watch.on_message({"kind": "joined", "name": "generation/0"})
@@ -448,7 +448,7 @@ def test_who_never_registers_is_killed_and_so_is_a_master_that_never_listens(clo
 
 
 def test_in_a_synchronous_run_nobody_has_a_successor(clock):
-    watch = Supervisor(replaces=False)
+    watch = WorkerSupervisor(replaces=False)
     for name in ("env/0", "rollout_worker/0", "rollout_worker/1"):
         watch.on_start(spec(name))
     assert watch.successor(end("env/0")) is None and not watch.is_dispensable("rollout_worker/0")
@@ -538,7 +538,7 @@ def test_a_host_that_joins_gets_workers_with_new_names_once_the_master_listens(t
         WorkersWanted("b", "rollout_worker", 2),
         WorkersWanted("gone", "generation", 1),
     ]
-    watch = Supervisor()
+    watch = WorkerSupervisor()
     scheduler = FullScheduler("gone")
     display = QUIET
     more.start_requested(scheduler, watch, display)

@@ -30,7 +30,7 @@ POLL_S = 2.0
 MAX_LINE_BYTES = 1 << 16
 
 
-class Engine(Protocol):
+class AgentEngine(Protocol):
     """Starter of agents within a helper process."""
 
     def start(self, plan: Mapping[str, Any]) -> None:
@@ -173,7 +173,7 @@ class HelperStarter:
         self._engine.stop()
 
 
-def serve(engine: Engine) -> None:
+def serve(engine: AgentEngine) -> None:
     """Run a helper process until its standard input ends or SIGTERM arrives; its agents end with
     it.
 

@@ -97,7 +97,7 @@ class RayEngine:
             raise
 
     def problem(self) -> str:
-        """See ``Engine``. Queries all actors in one call."""
+        """See ``AgentEngine``. Queries all actors in one call."""
         ray = _import_ray()
         try:
             calls = [agent.problem.remote() for agent in self._agents.values()]
@@ -108,7 +108,7 @@ class RayEngine:
             return f"Ray lost a host agent: {_last_line(error)}"
 
     def stop(self) -> None:
-        """See ``Engine``. Does not affect other users of the cluster."""
+        """See ``AgentEngine``. Does not affect other users of the cluster."""
         if not self._agents and not self._groups and not self._folder:
             return
         ray = _import_ray()

@@ -71,7 +71,7 @@ class SlurmEngine:
             self._srun.stdin.close()
 
     def problem(self) -> str:
-        """See ``Engine``."""
+        """See ``AgentEngine``."""
         if self._srun is None or (code := self._srun.poll()) is None:
             return ""
         self._output.seek(0, 2)
@@ -87,7 +87,7 @@ class SlurmEngine:
         )
 
     def stop(self) -> None:
-        """See ``Engine``."""
+        """See ``AgentEngine``."""
         if self._srun is None:
             return
         # On SIGTERM, srun kills its tasks at once, and they may leave files behind: so wait first.

@@ -136,7 +136,7 @@ class TrainLine(IndexLine, kw_only=True, omit_defaults=True):
     """Number of versions between its oldest token and the trained weights."""
 
 
-class Note(msgspec.Struct, kw_only=True):
+class IndexNote(msgspec.Struct, kw_only=True):
     """Index line about the recording: why it stopped, or how much was dropped."""
 
     note: str

@@ -19,7 +19,7 @@ from realhf.monitor.rollouts.format import (
     PLAY,
     TRAIN,
     Header,
-    Note,
+    IndexNote,
     PlayLine,
     TrainLine,
     decode_record,
@@ -116,7 +116,7 @@ class IndexFile:
 
 _PLAY = msgspec.json.Decoder(PlayLine).decode
 _TRAIN = msgspec.json.Decoder(TrainLine).decode
-_NOTE = msgspec.json.Decoder(Note).decode
+_NOTE = msgspec.json.Decoder(IndexNote).decode
 
 
 _MAX_MEMBER_BYTES = 2**30

@@ -33,7 +33,7 @@ from realhf.monitor.rollouts.format import (
     TRAIN,
     Header,
     IndexLine,
-    Note,
+    IndexNote,
     index_name,
     rollouts_folder,
     shard_name,
@@ -108,7 +108,7 @@ class ShardWriter:
 
     def note(self, text: str) -> None:
         """Write a note about the recording into the index."""
-        self._write_index_lines([Note(note=text, time=time.time())])
+        self._write_index_lines([IndexNote(note=text, time=time.time())])
 
     def close(self) -> None:
         """Close the files. May be called repeatedly."""
