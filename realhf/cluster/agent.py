@@ -202,22 +202,22 @@ class HostAgent:
         try:
             if self._prepare:
                 with self._local.preserve_children():
-                    self._prepared.begin()
+                    self._prepared.start()
             while (socket := self._register(limit_s, loss_reason)) is not None:
                 try:
                     loss_reason = self._serve(socket)
                 finally:
-                    self._end_all(GRACE_S)
+                    self._stop_all(GRACE_S)
                     socket.close(100)
                 limit_s = self._patience_s if loss_reason else self._linger_s
         except HostDismissed:
             _log.info("%s was removed from the run", self._name)
         finally:
-            self._end_all(GRACE_S)
-            self._prepared.end()
+            self._stop_all(GRACE_S)
+            self._prepared.stop()
             self._context.destroy(100)
 
-    def _end_all(self, grace_s: float) -> None:
+    def _stop_all(self, grace_s: float) -> None:
         self._local.stop(grace_s)
         self._kill_times.clear()
         self._waiting_starts.clear()
@@ -378,7 +378,7 @@ class HostAgent:
             self._waiting_starts[message.name] = message
             self._start_waiting(socket)
         elif isinstance(message, EndWorker):
-            self._end(socket, message)
+            self._terminate(socket, message)
         elif isinstance(message, KillWorker):
             self._kill(socket, message)
         elif isinstance(message, FilePiece):
@@ -422,7 +422,7 @@ class HostAgent:
             self._log_starts[request.name] = log, since
             _log.info("%s runs here (log: %s)", request.name, log)
 
-    def _end(self, socket: zmq.Socket[bytes], request: EndWorker) -> None:
+    def _terminate(self, socket: zmq.Socket[bytes], request: EndWorker) -> None:
         if request.name:
             if (not_started := self._waiting_starts.pop(request.name, None)) is not None:
                 self._send(
@@ -431,12 +431,12 @@ class HostAgent:
                     Exited(not_started.name, -signal.SIGTERM, not_started.log, 0, b""),
                 )
                 return
-            self._local.end(request.name)
+            self._local.terminate(request.name)
             self._kill_times[request.name] = process_clock.now() + request.grace_s
             return
         self._report(socket, self._local.wait(0.0))
         for name in self._log_starts:
-            self._local.end(name)
+            self._local.terminate(name)
         deadline = process_clock.now() + min(request.grace_s, MAX_SILENCE_S)
         while self._log_starts and (left := deadline - process_clock.now()) > 0:
             # a silent host would count as lost, and would not learn of the end of the run
@@ -445,7 +445,7 @@ class HostAgent:
             # otherwise its descriptor stays readable, and ``wait`` does not wait
             socket.getsockopt(zmq.EVENTS)
         ended = dict(self._log_starts)
-        self._end_all(0.0)
+        self._stop_all(0.0)
         for name, (log, since) in ended.items():
             tail = read_log_end(log, since, TAIL_BYTES)
             self._send(socket, "exited", Exited(name, -signal.SIGTERM, str(log), since, tail))

@@ -156,8 +156,8 @@ class ForkedWorker:
 
 
 class PreparedWorkers:
-    """A process with ``modules`` imported, from which workers are forked, between ``begin`` and
-    ``end``.
+    """A process with ``modules`` imported, from which workers are forked, between ``start`` and
+    ``stop``.
 
     The calling process must adopt orphans (``adopt_orphans``). Not thread-safe."""
 
@@ -167,11 +167,11 @@ class PreparedWorkers:
         self._ready = False
         self._give_up_at = 0.0
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start the process unless it is running."""
         if self._server is not None and self._server.alive():
             return
-        self.end()
+        self.stop()
         arguments = [str(os.getpid()), *self._modules]
         self._server = ForkServer(
             "realhf.scheduler.prepared_server", None, None, arguments, options=()
@@ -192,9 +192,9 @@ class PreparedWorkers:
         except TimeoutError:
             if process_clock.now() <= self._give_up_at:
                 return True
-            self.end()
+            self.stop()
         except (OSError, RuntimeError, ValueError):
-            self.end()
+            self.stop()
         return False
 
     def fork(
@@ -230,7 +230,7 @@ class PreparedWorkers:
         except (OSError, RuntimeError, ValueError):
             # A worker that is forked after the timeout is never released by the server, and ends
             # with it.
-            self.end()
+            self.stop()
             if lines:
                 os.close(read)
             return None
@@ -241,7 +241,7 @@ class PreparedWorkers:
             forked.pid, forked.pidfd, os.fdopen(read, "rb", buffering=0) if lines else None
         )
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """End the process. Forked workers continue."""
         if self._server is not None:
             self._server.stop(SERVER_EXIT_S)
@@ -398,7 +398,7 @@ class LocalScheduler:
         """Stop watching a descriptor."""
         self._selector.unregister(descriptor)
 
-    def end(self, name: str) -> None:
+    def terminate(self, name: str) -> None:
         """Send SIGTERM to a worker if it is running. Its exit is reported by ``wait`` as usual."""
         child = self._children.get(name)
         if child is not None and child.process.poll() is None:

@@ -37,7 +37,7 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Prepar
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     found = PreparedWorkers(["broken", "marker"])
     yield found
-    found.end()
+    found.stop()
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def scheduler(prepared: PreparedWorkers) -> Iterator[LocalScheduler]:
     with adopt_orphans():
         found = LocalScheduler(adopts_orphans=True, prepared=prepared)
         with found.preserve_children():
-            prepared.begin()
+            prepared.start()
         until(lambda: not prepared.is_importing())
         yield found
         found.stop(1.0)
@@ -112,7 +112,7 @@ def test_workers_are_ended_and_their_server_stays_for_the_next_run(
             )
         )
         pids = [child.process.pid for child in scheduler._children.values()]
-        scheduler.end("a")
+        scheduler.terminate("a")
         _, end = events_of(scheduler, "a")
         assert end.exit_code == -signal.SIGTERM
         scheduler.stop(1.0)
@@ -135,5 +135,5 @@ def test_without_the_server_workers_are_started_as_ever(
     lines, _ = events_of(scheduler, "a")
     assert lines == [f"False {os.getpid()} True ['0.0']"]
     with scheduler.preserve_children():
-        prepared.begin()
+        prepared.start()
     assert prepared.is_importing() or prepared._ready, "the next run has one again"
