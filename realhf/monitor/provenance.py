@@ -75,7 +75,7 @@ def record_launch(
     """Write ``config.yaml`` and ``provenance.json`` of a launch that continues after
     ``completed_steps``.
 
-    Key ``read_launches`` has the history: the time of each launch, its completed steps, command line,
+    Key ``launches`` has the history: the time of each launch, its completed steps, command line,
     commit, and changed options. A launch is recorded once, however often the run restarts by
     itself. Returns whether it was recorded now. warn: called with a message if a damaged history is
     replaced. Raises OSError.

@@ -1,6 +1,6 @@
 """Files of a run folder: evaluations, episodes, graph, and the ends and hosts of processes.
 
-A resumed run reads its evaluations from ``evaluations.json``. ``read_deaths.jsonl`` has a line for each
+A resumed run reads its evaluations from ``evaluations.json``. ``deaths.jsonl`` has a line for each
 end of a process. ``placements.jsonl`` has one for each start of a process on a host and for each
 lost host; only schedulers for several hosts write it. Times are by the launcher's clock.
 """
@@ -128,7 +128,7 @@ class Death(msgspec.Struct, frozen=True):
 
 
 def record_death(run_dir: Path, process: str, why: str, then: str) -> None:
-    """Append the end of a process to ``read_deaths.jsonl``. Errors are ignored: a full disk must not end
+    """Append the end of a process to ``deaths.jsonl``. Errors are ignored: a full disk must not end
     the run."""
     texts = (text.encode(errors="replace").decode() for text in (process, why, then))
     with contextlib.suppress(OSError):

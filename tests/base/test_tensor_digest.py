@@ -117,7 +117,7 @@ def test_a_bit_counts_in_every_row_and_rows_do_not_change_places():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("product", ["_product_of_bytes", "_product_of_floats"])
+@pytest.mark.parametrize("product", ["_int8_product", "_float_product"])
 @pytest.mark.parametrize("block", [1, 7, 4096])
 def test_ways_and_blocks_give_the_same_digest(monkeypatch, product, block):
     """Extreme bytes are among them: products that saturate or round would show."""
@@ -125,8 +125,8 @@ def test_ways_and_blocks_give_the_same_digest(monkeypatch, product, block):
     extreme = torch.where(keys.T < 0, -128, 127).to(torch.int8)
     tensor = torch.cat([extreme, ~extreme, keys.T])
     monkeypatch.setattr(tensor_digest, "_BLOCK_ROWS", {"cpu": block})
-    monkeypatch.setattr(tensor_digest, "_product_of_bytes", getattr(tensor_digest, product))
-    monkeypatch.setattr(tensor_digest, "_product_of_floats", getattr(tensor_digest, product))
+    monkeypatch.setattr(tensor_digest, "_int8_product", getattr(tensor_digest, product))
+    monkeypatch.setattr(tensor_digest, "_float_product", getattr(tensor_digest, product))
     assert TensorDigester().digest(tensor) == plain(tensor)
 
 
