@@ -49,7 +49,7 @@ async def test_it_registers_its_address_and_leaves_with_the_master(tmp_path):
 
 SERVER_THAT_NEVER_STOPS = """
 import asyncio, sys
-from realhf.scheduler.child import leave
+from realhf.scheduler.child import exit_process
 from realhf.trajectory.state.engine import Engine
 from workers import trajectory_worker
 
@@ -61,7 +61,7 @@ async def never(self):
             pass
 
 Engine.close, trajectory_worker.STOP_TIMEOUT_S = never, 0.3
-leave(trajectory_worker.main(sys.argv[1:]))  # as the module does
+exit_process(trajectory_worker.main(sys.argv[1:]))  # as the module does
 """
 
 
