@@ -68,7 +68,7 @@ from realhf.api.parallel import resolve_parallel, untrained_backend
 from realhf.api.sample import MicroBatchSpec
 from realhf.api.source import GroupSignal
 from realhf.base.dataclass_json import to_json_value
-from realhf.base.hf_config import HEAD_FILE
+from realhf.base.hf_config import VALUE_HEAD_FILE
 from realhf.base.plugin import absolute_reference
 from realhf.env.loader.load import chosen_environment, with_environment
 
@@ -265,9 +265,9 @@ def build_reward_calls(
     model = config.reward_model
     if not model.path:
         return {}, [rew_inf(config, ppo)]
-    if not (Path(model.path).expanduser() / HEAD_FILE).is_file():
+    if not (Path(model.path).expanduser() / VALUE_HEAD_FILE).is_file():
         raise ConfigError(
-            f"reward_model.path={model.path}: not the folder of a reward model, {HEAD_FILE} is "
+            f"reward_model.path={model.path}: not the folder of a reward model, {VALUE_HEAD_FILE} is "
             f"missing; experiment=reward_model exports one"
         )
     for name in REWARD_SHAPING if model.weight == 1 else ():

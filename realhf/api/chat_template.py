@@ -43,7 +43,7 @@ _BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 """A token of one byte, as tokenizers with byte fallback name it."""
 _CACHED = 512
 """Number of entries of each cache."""
-_LONGEST_CACHED_BYTES = 1 << 15
+_MAX_CACHED_BYTES = 1 << 15
 """Maximum size of a cached conversation."""
 
 
@@ -656,7 +656,7 @@ def _cache_key(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> b
         key = marshal.dumps((messages, tools), 2)
     except ValueError:
         return None
-    return key if len(key) <= _LONGEST_CACHED_BYTES else None
+    return key if len(key) <= _MAX_CACHED_BYTES else None
 
 
 _TAG = re.compile(r"</?\w+>")

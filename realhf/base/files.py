@@ -231,7 +231,7 @@ def recover_folder(out: Path) -> None:
             _remove(path)
 
 
-_YOUNG_S = 60.0
+_MIN_ABANDONED_AGE_S = 60.0
 """Age in seconds below which an unlocked folder is kept if its process id exists: that process may
 not have locked it yet."""
 
@@ -249,7 +249,7 @@ def _is_abandoned(path: Path) -> bool:
         pid = int(path.suffixes[-2][1:])
         return (
             not Path(f"/proc/{pid}").exists()
-            or abs(time.time() - os.fstat(handle).st_mtime) > _YOUNG_S
+            or abs(time.time() - os.fstat(handle).st_mtime) > _MIN_ABANDONED_AGE_S
         )
     except BlockingIOError:
         return False

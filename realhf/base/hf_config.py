@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LARGEST_HEAD = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """Maximum size in bytes of a file's header in the safetensors format."""
-HEAD_FILE = "value_head.safetensors"
+VALUE_HEAD_FILE = "value_head.safetensors"
 """File next to the decoder's weights in an exported critic or reward model."""
 _BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes per element, by dtype."""
@@ -205,7 +205,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             with file.open("rb") as content:
                 size = int.from_bytes(content.read(8), "little")
-                head = json.loads(content.read(size)) if size <= LARGEST_HEAD else {}
+                head = json.loads(content.read(size)) if size <= MAX_HEADER_BYTES else {}
             shapes |= {
                 name: tuple(map(int, about["shape"]))
                 for name, about in head.items()

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from realhf.base.json_values import format_value, json_problem
 
-LONGEST_LINE = 16 << 20
+MAX_LINE_BYTES = 16 << 20
 """Maximum length of a line in bytes."""
-_MARK = b"\xef\xbb\xbf"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """Byte order mark, which some editors write at the start of a file."""
 
 
@@ -58,9 +58,9 @@ def check_row(values: Any, where: str) -> Row:
 def _numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if len(line) > LONGEST_LINE:
-                raise ValueError(f"{file}, line {number}: longer than {LONGEST_LINE >> 20} MiB")
-            if text := line.removeprefix(_MARK).strip():
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError(f"{file}, line {number}: longer than {MAX_LINE_BYTES >> 20} MiB")
+            if text := line.removeprefix(_BYTE_ORDER_MARK).strip():
                 yield number, text
 
 

@@ -32,7 +32,7 @@ def format_value(value: Any) -> str:
     return _ShortRepr().repr(value)
 
 
-MAX_DEPTH = 64
+MAX_JSON_DEPTH = 64
 """Maximum nesting depth; deeper values are rejected because JSON encoders are recursive."""
 MAX_PATH_CHARS = 200
 """Maximum length of the path to a value in messages, in characters."""
@@ -54,8 +54,8 @@ def json_problem(value: Any) -> str:
         elif isinstance(item, float):
             if not math.isfinite(item):
                 return f"{item!r} is not JSON{_format_path(place)}"
-        elif depth >= MAX_DEPTH:
-            return f"more than {MAX_DEPTH} lists and maps stand in one another"
+        elif depth >= MAX_JSON_DEPTH:
+            return f"more than {MAX_JSON_DEPTH} lists and maps stand in one another"
         elif isinstance(item, Mapping):
             for key, inner in item.items():
                 if not isinstance(key, str):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-SHARES = (1.0, 0.95, 0.9, 0.8, 0.7)
+HOME_LIMITS = (1.0, 0.95, 0.9, 0.8, 0.7)
 """Limits tried in turn for the items that stay at home in a part, as fractions of the largest
 part's cost. Lower limits leave more items for balancing the parts."""
 
@@ -38,7 +38,7 @@ def balanced_parts_near_homes(
     order = _heaviest_first(costs)
     usual = _add_to_lightest(costs, order, [[] for _ in range(n_parts)])
     bound = max(_cost(costs, part) for part in usual)
-    for share in SHARES:
+    for share in HOME_LIMITS:
         near = _place_at_home(costs, homes, order, n_parts, share * bound)
         if max(_cost(costs, part) for part in near) <= bound and (
             len(costs) < n_parts or all(near)

@@ -73,7 +73,7 @@ def open_process(pid: int, started: int) -> int | None:
     return descriptor
 
 
-_REFUSED_S = 2.0
+_RETRY_TIMEOUT_S = 2.0
 """Timeout in seconds of retries: the kernel accepts one change of a user's sessions per tenth of a
 second."""
 
@@ -94,7 +94,7 @@ def share_niceness(pid: int) -> None:
     Does nothing if the kernel does not schedule by session, or if the process has ended.
     """
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
-    deadline = process_clock.now() + _REFUSED_S
+    deadline = process_clock.now() + _RETRY_TIMEOUT_S
     while (
         niceness > 0 and not _set_session_niceness(pid, niceness) and process_clock.now() < deadline
     ):
@@ -112,21 +112,21 @@ def _set_session_niceness(pid: int, niceness: int) -> bool:
     return True
 
 
-_USUAL = gc.get_threshold()
+_DEFAULT_THRESHOLDS = gc.get_threshold()
 """Default thresholds of the garbage collector."""
-_WHILE_STARTING = (50_000, 20, 100)
+_STARTUP_THRESHOLDS = (50_000, 20, 100)
 """Thresholds of the garbage collector during start-up."""
 
 
 def collect_garbage_rarely() -> None:
     """Collect garbage less often until ``collect_garbage_normally`` is called; for use before imports and loading."""
-    gc.set_threshold(*_WHILE_STARTING)
+    gc.set_threshold(*_STARTUP_THRESHOLDS)
 
 
 def collect_garbage_normally() -> None:
     """Exclude all current objects from garbage collection and restore the default thresholds."""
     gc.freeze()
-    gc.set_threshold(*_USUAL)
+    gc.set_threshold(*_DEFAULT_THRESHOLDS)
 
 
 def block_exit_in_threads() -> None:

@@ -7,9 +7,9 @@ being read, so this time must not count towards a timeout. ``now``, ``wait`` and
 loops of ``realhf/base/event_loops.py`` exclude it. Reported durations are measured by
 ``time.monotonic()``.
 
-A thread reads the time every ``EVERY_S`` seconds, and so does every call of ``now``. A much longer
+A thread reads the time every ``READ_INTERVAL_S`` seconds, and so does every call of ``now``. A much longer
 interval between two readings means that the process was suspended, or that something held the
-interpreter lock. Pauses of up to ``EVERY_S`` + ``LATE_S`` are not detected.
+interpreter lock. Pauses of up to ``READ_INTERVAL_S`` + ``READ_TOLERANCE_S`` are not detected.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-EVERY_S = 0.25
+READ_INTERVAL_S = 0.25
 """Maximum seconds between two readings in a running process."""
-LATE_S = 0.5
+READ_TOLERANCE_S = 0.5
 """Seconds by which a reading may be late on a busy machine without counting as a pause."""
-_REPORTED_S = 10.0
+_MIN_LOGGED_PAUSE_S = 10.0
 """Minimum length in seconds of a pause that is logged."""
 _log = logging.getLogger(__name__)
 
@@ -46,9 +46,9 @@ class PauseDetector:
         """Take a reading, and return the time in seconds without pauses. It never decreases."""
         with self._lock:
             now = self._read()
-            late = now - self._last_reading - EVERY_S
+            late = now - self._last_reading - READ_INTERVAL_S
             self._last_reading = now
-            if late > LATE_S:
+            if late > READ_TOLERANCE_S:
                 self.paused_s += late
             return now - self.paused_s
 
@@ -92,10 +92,10 @@ class ProcessClock:
     def _run(self) -> None:
         reported = 0.0
         while True:
-            time.sleep(EVERY_S)
+            time.sleep(READ_INTERVAL_S)
             self._pauses.now()
             paused = self._pauses.paused_s
-            if paused - reported > _REPORTED_S:
+            if paused - reported > _MIN_LOGGED_PAUSE_S:
                 _log.warning(
                     "this process stood still for %.1f s, which count for no deadline",
                     paused - reported,

@@ -46,7 +46,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-_MOST_NAMES = 20
+_MAX_KNOWN_NAMES = 20
 """Maximum number of known names in a message."""
 
 
@@ -55,8 +55,8 @@ def suggest_names(name: str, known: Sequence[str]) -> str:
     known names."""
     close = difflib.get_close_matches(name[:100], known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    more = f", and {len(known) - _MOST_NAMES} more" if len(known) > _MOST_NAMES else ""
-    return f"{hint} (known: {', '.join(known[:_MOST_NAMES]) or 'none'}{more})"
+    more = f", and {len(known) - _MAX_KNOWN_NAMES} more" if len(known) > _MAX_KNOWN_NAMES else ""
+    return f"{hint} (known: {', '.join(known[:_MAX_KNOWN_NAMES]) or 'none'}{more})"
 
 
 def quote_states(text: str) -> Iterator[tuple[str, str, bool]]:

@@ -44,7 +44,7 @@ SILENT_PINGS = 3
 """Number of missed heartbeats after which another agent of the same name may replace an agent."""
 CHECK_S = 0.25
 """Interval of the check for silent hosts in seconds."""
-PART_S = 5.0
+FAREWELL_TIMEOUT_S = 5.0
 """Seconds that ``close`` waits for hosts to confirm the end. Others notice it by the silence."""
 SILENT_FACTOR = 1.25
 """An agent considers the launcher dead after this many times ``dead_after_s``, so that the launcher
@@ -212,7 +212,7 @@ class ControlEndpoint:
             self._closing = True
             waits = bool(self._waiting_for_leave)
         if waits:
-            self._all_left.wait(PART_S)
+            self._all_left.wait(FAREWELL_TIMEOUT_S)
         self._listener.close()
         self._arrived.close()
 

@@ -80,7 +80,7 @@ def ask_launcher(
 
 GRACE_S = 4.0
 """Seconds between SIGTERM and SIGKILL for the workers of a removed host."""
-LEAVE_S = 12.0
+REMOVAL_TIMEOUT_S = 12.0
 """Seconds within which a removed host must report the end of its workers."""
 REMOVED = -15
 """Exit code of a worker that did not begin."""
@@ -166,7 +166,7 @@ def _remove_host(
         return OperatorReport(lines), [
             RestartRequest(f"host {host} was removed, and the run gets new keys")
         ]
-    table.hosts[host].leave_by = process_clock.now() + LEAVE_S
+    table.hosts[host].leave_by = process_clock.now() + REMOVAL_TIMEOUT_S
     waiting = [table.workers.pop(name) for name in table.hosts[host].transfers.withdraw()]
     for name in table.workers_on(host):
         control.send(host, "end", EndWorker(name, GRACE_S))

@@ -53,20 +53,22 @@ def installed_versions() -> dict[str, str]:
     """Return a digest of the package's own files, and the versions of Python and of packages that
     affect results."""
     source = digest_folders(IMPORT_ROOT, ("realhf", "workers", "experiments", "configs"))
-    versions = {name: version for name, version in package_versions(COMPUTING).items() if version}
+    versions = {
+        name: version for name, version in package_versions(RECORDED_PACKAGES).items() if version
+    }
     return {"source": source[:16], "Python": platform.python_version(), **versions}
 
 
 def describe_differences(theirs: Mapping[str, str]) -> str:
     """Describe how a host's ``installed_versions`` differ from those here; "" if they do not.
 
-    Only the package's files and the packages in ``SAME`` count, without the build part of a version
+    Only the package's files and the packages in ``MATCHING_PACKAGES`` count, without the build part of a version
     (+cpu).
     """
     here = installed_versions()
     different = [
         f"{LABELS.get(name, name)} {theirs.get(name, 'none')}, here {here.get(name, 'none')}"
-        for name in ("source", *SAME)
+        for name in ("source", *MATCHING_PACKAGES)
         if theirs.get(name, "").partition("+")[0] != here.get(name, "").partition("+")[0]
     ]
     return "; ".join(different)
@@ -98,9 +100,9 @@ def describe_host(name: str, launcher: str, folder: Path, wants: Mapping[str, in
     )
 
 
-SAME = ("torch", "transformers", "tokenizers")
+MATCHING_PACKAGES = ("torch", "transformers", "tokenizers")
 """Packages whose versions must be equal on all hosts, since results depend on them."""
-COMPUTING = (*SAME, "numpy", "safetensors", "vllm")
+RECORDED_PACKAGES = (*MATCHING_PACKAGES, "numpy", "safetensors", "vllm")
 """Packages whose versions are recorded."""
 LABELS = {"source": "the package's files with the digest"}
 

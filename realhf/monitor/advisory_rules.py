@@ -189,18 +189,18 @@ def _condition_rule(
     return rule
 
 
-SIGNAL = "groups/with_signal"
-ALL_GROUPS = "groups/total"
-SUCCESS = "success/overall"
-SPREAD = "reward/std"
-LITTLE_SIGNAL = 0.2
+SIGNAL_METRIC = "groups/with_signal"
+GROUPS_METRIC = "groups/total"
+SUCCESS_METRIC = "success/overall"
+SPREAD_METRIC = "reward/std"
+MIN_SIGNAL_FRACTION = 0.2
 """Fraction of groups with an advantage below which a warning is given."""
-TRUNCATED = 0.2
+MAX_TRUNCATED_FRACTION = 0.2
 """Fraction of truncated sequences above which a warning is given."""
-OUT_OF_TURNS = 0.5
+MAX_OUT_OF_TURNS_FRACTION = 0.5
 """The same of episodes that the limit of turns ends; it is high because a failing policy uses all
 its turns."""
-UNSURE = 0.5
+UNSURE_SUCCESS = 0.5
 """An evaluation without success has too few episodes for a verdict if its interval reaches this
 success rate."""
 TURNS_ADVICE = (
@@ -208,23 +208,27 @@ TURNS_ADVICE = (
     "or choose tasks that "
     "take fewer. Read some of them first: a policy that repeats itself is not helped by more turns."
 )
-GROWN = 2.0
+LENGTH_CHANGE_FACTOR = 2.0
 """Factor of change from which a length counts as exploding or collapsing."""
-FALLEN_BEHIND = 0.05
+FAILING_GROUP_SUCCESS = 0.05
 """Success below which a group counts as failing, if all groups together have four times as much."""
-LATE = 2.0
+LATE_EVALUATION_FACTOR = 2.0
 """An evaluation is late after this many times the longest interval between earlier ones."""
 WAYS = ("sampled", "greedy")
 """Sampling methods of evaluations, which are never compared with each other."""
-UNSEEN = 50
+STEPS_WITHOUT_EVALUATION = 50
 """Number of steps after which a run needs an evaluation in addition to the one before training."""
 
 
 def check_group_signal(run: RunEvidence) -> Iterator[Advisory]:
     """Most groups have no signal."""
-    signal = finite_values(run.recent, SIGNAL)
-    groups = finite_values(run.recent, ALL_GROUPS)
-    if len(signal) < RECENT or not sum(groups) or not 0 < sum(signal) < LITTLE_SIGNAL * sum(groups):
+    signal = finite_values(run.recent, SIGNAL_METRIC)
+    groups = finite_values(run.recent, GROUPS_METRIC)
+    if (
+        len(signal) < RECENT
+        or not sum(groups)
+        or not 0 < sum(signal) < MIN_SIGNAL_FRACTION * sum(groups)
+    ):
         return
     yield Advisory(
         "few_groups_teach",
@@ -243,10 +247,15 @@ def check_length(run: RunEvidence) -> Iterator[Advisory]:
     """Answers have become much longer or much shorter."""
     before = mean(run.early, "length/mean")
     now = mean(run.recent, "length/mean")
-    if before is None or now is None or before <= 0 or 1 / GROWN <= now / before <= GROWN:
+    if (
+        before is None
+        or now is None
+        or before <= 0
+        or 1 / LENGTH_CHANGE_FACTOR <= now / before <= LENGTH_CHANGE_FACTOR
+    ):
         return
     longer = now > before
-    limit = before * GROWN if longer else before / GROWN
+    limit = before * LENGTH_CHANGE_FACTOR if longer else before / LENGTH_CHANGE_FACTOR
     since = _find_start_or_recent(run, (is_above if longer else is_below)("length/mean", limit))
     yield Advisory(
         "length_exploding" if longer else "length_collapsing",
@@ -262,22 +271,23 @@ def check_length(run: RunEvidence) -> Iterator[Advisory]:
 
 def check_groups(run: RunEvidence) -> Iterator[Advisory]:
     """One group of tasks fails while others succeed."""
-    overall = mean(run.recent, SUCCESS)
-    if overall is None or overall < 4 * FALLEN_BEHIND:
+    overall = mean(run.recent, SUCCESS_METRIC)
+    if overall is None or overall < 4 * FAILING_GROUP_SUCCESS:
         return
     names = sorted(
-        {name for row in run.recent for name in row if name.startswith("success/")} - {SUCCESS}
+        {name for row in run.recent for name in row if name.startswith("success/")}
+        - {SUCCESS_METRIC}
     )
     for name in names:
         value = mean(run.recent, name)
         if (
             value is None
-            or value >= FALLEN_BEHIND
+            or value >= FAILING_GROUP_SUCCESS
             or len(finite_values(run.rows, name)) < LASTING_STEPS
         ):
             continue
         group = name.removeprefix("success/")
-        since = _find_start_or_recent(run, is_below(name, FALLEN_BEHIND))
+        since = _find_start_or_recent(run, is_below(name, FAILING_GROUP_SUCCESS))
         yield Advisory(
             "group_failing",
             WARNING,
@@ -296,7 +306,9 @@ def check_evaluation_age(run: RunEvidence) -> Iterator[Advisory]:
     steps = [step for step, _ in run.evaluations]
     now = step_of(run.rows[-1])
     longest = max((later - step for step, later in pairwise(steps)), default=0)
-    limit = max(MIN_STEPS, LATE * longest) if longest else UNSEEN
+    limit = (
+        max(MIN_STEPS, LATE_EVALUATION_FACTOR * longest) if longest else STEPS_WITHOUT_EVALUATION
+    )
     if now - steps[-1] > limit:
         yield Advisory(
             "evaluation_stale",
@@ -345,7 +357,7 @@ def check_held_out_success(run: RunEvidence) -> Iterator[Advisory]:
     if not points:
         return
     step, last = points[-1]
-    if last["success"] > 0 or last["high"] >= UNSURE:
+    if last["success"] > 0 or last["high"] >= UNSURE_SUCCESS:
         return
     yield Advisory(
         "held_out_fails",
@@ -371,7 +383,7 @@ def check_held_out_turns(run: RunEvidence) -> Iterator[Advisory]:
     step, last = points[-1]
     share = last.get("out_of_turns")
     episodes = last.get("episodes")
-    if share is None or not episodes or share <= OUT_OF_TURNS:
+    if share is None or not episodes or share <= MAX_OUT_OF_TURNS_FRACTION:
         return
     yield Advisory(
         "held_out_out_of_turns",
@@ -424,35 +436,37 @@ _OPTIONAL_FIELDS = ("episodes", "out_of_turns")
 """Fields that reports of earlier versions may lack."""
 
 
-COLLAPSED = 0.2
+COLLAPSED_ENTROPY_FRACTION = 0.2
 """Fraction of its initial value below which entropy counts as collapsed."""
-DRIFTED_KL = 1.0
+LARGE_KL = 1.0
 """KL from the reference, in nats per token, from which the policy counts as another one."""
-GROWN_KL = 10.0
+KL_GROWTH_FACTOR = 10.0
 """Factor of growth of that KL from which a warning is given, ..."""
-SOME_KL = 0.1
+MIN_GROWING_KL = 0.1
 """... if it is above this."""
-MISMATCHED = 0.01
+HARMFUL_MISMATCH = 0.01
 """KL between engine and trainer, in nats per token, from which it harms training."""
-GROWN_MISMATCH = 3.0
+MISMATCH_GROWTH_FACTOR = 3.0
 """Factor of its growth from which a warning is given."""
-SPIKE = 10.0
+NORM_SPIKE_FACTOR = 10.0
 """Ratio to the median from which a gradient norm counts as a spike."""
-CLIPPED = 0.3
+MAX_CLIPPED_FRACTION = 0.3
 """Fraction of clipped tokens above which a warning is given."""
-LARGE_RATIO = 10.0
+MAX_RATIO = 10.0
 """Ratio of new to old probability above which a warning is given."""
-NORM = "policy/grad_norm"
-SKIPPED = "policy/skipped"
+NORM_METRIC = "policy/grad_norm"
+SKIPPED_METRIC = "policy/skipped"
 
 
 def check_entropy(run: RunEvidence) -> Iterator[Advisory]:
     """The entropy of the policy has collapsed."""
     before = mean(run.early, "policy/entropy")
     now = mean(run.recent, "policy/entropy")
-    if before is None or now is None or before <= 0 or now >= COLLAPSED * before:
+    if before is None or now is None or before <= 0 or now >= COLLAPSED_ENTROPY_FRACTION * before:
         return
-    since = _find_start_or_recent(run, is_below("policy/entropy", COLLAPSED * before))
+    since = _find_start_or_recent(
+        run, is_below("policy/entropy", COLLAPSED_ENTROPY_FRACTION * before)
+    )
     yield Advisory(
         "entropy_collapse",
         WARNING,
@@ -469,10 +483,15 @@ def check_kl(run: RunEvidence) -> Iterator[Advisory]:
     before = mean(run.early, "policy/kl_ref")
     now = mean(run.recent, "policy/kl_ref")
     if now is None or not (
-        now > DRIFTED_KL or (before is not None and now > max(SOME_KL, GROWN_KL * before))
+        now > LARGE_KL
+        or (before is not None and now > max(MIN_GROWING_KL, KL_GROWTH_FACTOR * before))
     ):
         return
-    limit = DRIFTED_KL if before is None else min(DRIFTED_KL, max(SOME_KL, GROWN_KL * before))
+    limit = (
+        LARGE_KL
+        if before is None
+        else min(LARGE_KL, max(MIN_GROWING_KL, KL_GROWTH_FACTOR * before))
+    )
     yield Advisory(
         "kl_running_away",
         WARNING,
@@ -487,10 +506,14 @@ def check_mismatch(run: RunEvidence) -> Iterator[Advisory]:
     """Engine and trainer disagree more and more about the same tokens."""
     before = mean(run.early, "mismatch/kl")
     now = mean(run.recent, "mismatch/kl")
-    if now is None or now <= MISMATCHED or (before is not None and now < GROWN_MISMATCH * before):
+    if (
+        now is None
+        or now <= HARMFUL_MISMATCH
+        or (before is not None and now < MISMATCH_GROWTH_FACTOR * before)
+    ):
         return
     p99 = mean(run.recent, "mismatch/abs_p99")
-    since = _find_start_or_recent(run, is_above("mismatch/kl", MISMATCHED))
+    since = _find_start_or_recent(run, is_above("mismatch/kl", HARMFUL_MISMATCH))
     yield Advisory(
         "mismatch_growing",
         WARNING,
@@ -504,17 +527,17 @@ def check_mismatch(run: RunEvidence) -> Iterator[Advisory]:
         since,
         "Lower async_rl.max_head_offpolicyness, correct with ppo.use_decoupled_loss=true and "
         "ppo.behav_imp_weight_mode, and compare dtypes of engine and trainer.",
-        {"split": "train", "step_min": since, "mismatch_min": MISMATCHED},
+        {"split": "train", "step_min": since, "mismatch_min": HARMFUL_MISMATCH},
     )
 
 
 def check_gradient_norm(run: RunEvidence) -> Iterator[Advisory]:
     """A recent gradient is far larger than usual."""
-    usual = median(run.rows[:-RECENT], NORM) if run.early else None
+    usual = median(run.rows[:-RECENT], NORM_METRIC) if run.early else None
     if not usual:
         return
     worst = max(run.recent, key=lambda row: _finite_norm(row))
-    if _finite_norm(worst) > SPIKE * usual:
+    if _finite_norm(worst) > NORM_SPIKE_FACTOR * usual:
         yield Advisory(
             "gradient_spike",
             WARNING,
@@ -528,7 +551,7 @@ def check_gradient_norm(run: RunEvidence) -> Iterator[Advisory]:
 
 
 def _finite_norm(row: MetricRow) -> float:
-    value = read_number(row, NORM)
+    value = read_number(row, NORM_METRIC)
     return value if value is not None and math.isfinite(value) else 0.0
 
 
@@ -560,7 +583,7 @@ def _is_bad(row: MetricRow, call: str) -> bool:
 
 def check_ratio(run: RunEvidence) -> Iterator[Advisory]:
     """Single tokens have become far likelier than they were when sampled."""
-    since = find_start(run.rows, is_above("policy/ratio_max", LARGE_RATIO))
+    since = find_start(run.rows, is_above("policy/ratio_max", MAX_RATIO))
     if since is not None:
         largest = max(
             value
@@ -570,7 +593,7 @@ def check_ratio(run: RunEvidence) -> Iterator[Advisory]:
         yield Advisory(
             "ratio_large",
             WARNING,
-            f"The largest ratio of a step has been above {LARGE_RATIO:g} since step {since} (up to "
+            f"The largest ratio of a step has been above {MAX_RATIO:g} since step {since} (up to "
             f"{largest:.3g}).",
             since,
             "Look at the mismatch and at staleness; ppo.c_clip bounds what such a token costs.",
@@ -578,28 +601,28 @@ def check_ratio(run: RunEvidence) -> Iterator[Advisory]:
         )
 
 
-SPEED = "throughput/tokens_per_second"
-GENERATION = "generation/occupancy"
-TRAINING = "training/occupancy"
-MANY_FAILURES = 0.2
+SPEED_METRIC = "throughput/tokens_per_second"
+GENERATION_METRIC = "generation/occupancy"
+TRAINING_METRIC = "training/occupancy"
+MAX_FAILURE_FRACTION = 0.2
 """Fraction of failed rollouts above which a warning is given in any case, ..."""
-SOME_FAILURES = 0.05
+RISING_FAILURE_FRACTION = 0.05
 """... or above this one, ..."""
-RISEN = 2.0
+FAILURE_RISE_FACTOR = 2.0
 """... if it has risen by this factor."""
-FAILS = 0.5
+FAILING_TASK_FRACTION = 0.5
 """Fraction of failed rollouts from which a task counts as failing, ..."""
-ATTEMPTS = 6
+MIN_TASK_ATTEMPTS = 6
 """... if it had at least this many."""
 MAX_TASKS = 5
 """Maximum number of tasks that are named."""
-IDLE = 0.3
+IDLE_OCCUPANCY = 0.3
 """Occupancy below which a part counts as idle."""
-BUSY = 0.9
+BUSY_OCCUPANCY = 0.9
 """Occupancy above which a part counts as busy."""
-SLOWED = 0.5
+SLOW_THROUGHPUT_FRACTION = 0.5
 """Fraction of the earlier throughput below which a run counts as slowed down."""
-DISCARDED = 0.2
+MAX_DISCARDED_FRACTION = 0.2
 """Fraction of discarded samples above which a warning is given."""
 
 
@@ -608,7 +631,8 @@ def check_failure_rate(run: RunEvidence) -> Iterator[Advisory]:
     now = _failed_share(run.recent)
     before = _failed_share(run.early)
     if now is None or not (
-        now > MANY_FAILURES or (before is not None and now > max(SOME_FAILURES, RISEN * before))
+        now > MAX_FAILURE_FRACTION
+        or (before is not None and now > max(RISING_FAILURE_FRACTION, FAILURE_RISE_FACTOR * before))
     ):
         return
     kinds: Counter[str] = Counter()
@@ -655,7 +679,7 @@ def check_failing_tasks(run: RunEvidence) -> Iterator[Advisory]:
     bad = [
         task
         for task, count in failed.most_common()
-        if played[task] >= ATTEMPTS and count >= FAILS * played[task]
+        if played[task] >= MIN_TASK_ATTEMPTS and count >= FAILING_TASK_FRACTION * played[task]
     ]
     for task in bad[:MAX_TASKS]:
         yield Advisory(
@@ -692,11 +716,13 @@ def check_staleness(run: RunEvidence) -> Iterator[Advisory]:
 
 def check_throughput(run: RunEvidence) -> Iterator[Advisory]:
     """Throughput has halved."""
-    before = median(run.rows[: max(RECENT, len(run.rows) // 2)], SPEED) if run.early else None
-    now = median(run.recent, SPEED)
-    if not before or now is None or now >= SLOWED * before:
+    before = (
+        median(run.rows[: max(RECENT, len(run.rows) // 2)], SPEED_METRIC) if run.early else None
+    )
+    now = median(run.recent, SPEED_METRIC)
+    if not before or now is None or now >= SLOW_THROUGHPUT_FRACTION * before:
         return
-    since = _find_start_or_recent(run, is_below(SPEED, SLOWED * before))
+    since = _find_start_or_recent(run, is_below(SPEED_METRIC, SLOW_THROUGHPUT_FRACTION * before))
     seconds = median(run.recent, "time/step")
     usual = median(run.rows[: len(run.rows) // 2], "time/step")
     yield Advisory(
@@ -724,7 +750,7 @@ def check_discarded_samples(run: RunEvidence) -> Iterator[Advisory]:
         for name in ("rejected", "dropped", "given_up")
     )
     accepted = sum(finite_values([last], "admission/accepted"))
-    if accepted + discarded < 20 or discarded <= DISCARDED * (accepted + discarded):
+    if accepted + discarded < 20 or discarded <= MAX_DISCARDED_FRACTION * (accepted + discarded):
         return
     since = next(
         (step_of(row) for row in run.rows if sum(finite_values([row], "admission/rejected"))),
@@ -759,7 +785,7 @@ def check_updates(run: RunEvidence) -> Iterator[Advisory]:
 
 def _batch_waits(row: MetricRow) -> bool | None:
     """Return whether a whole batch of finished samples is staged and no sample may be admitted."""
-    groups = read_number(row, ALL_GROUPS) or 0.0
+    groups = read_number(row, GROUPS_METRIC) or 0.0
     staged = read_number(row, "admission/staged")
     return (
         None
@@ -772,7 +798,7 @@ RULES: tuple[Rule, ...] = (
     _condition_rule(
         "all_groups_zero",
         CRITICAL,
-        hold_all(equals_value(SIGNAL, 0.0), equals_value(SUCCESS, 0.0)),
+        hold_all(equals_value(SIGNAL_METRIC, 0.0), equals_value(SUCCESS_METRIC, 0.0)),
         "No rollout has succeeded since step {since}, and no group has an advantage: the policy "
         "learns nothing.",
         "Begin with easier tasks (options of env), more rollouts of each (ppo.group_size), or a "
@@ -783,7 +809,7 @@ RULES: tuple[Rule, ...] = (
     _condition_rule(
         "all_groups_one",
         WARNING,
-        hold_all(equals_value(SIGNAL, 0.0), equals_value(SUCCESS, 1.0)),
+        hold_all(equals_value(SIGNAL_METRIC, 0.0), equals_value(SUCCESS_METRIC, 1.0)),
         "Every rollout has succeeded since step {since}, and no group has an advantage: nothing is "
         "left to learn.",
         "Take harder tasks (options of env), or stop here.",
@@ -792,7 +818,11 @@ RULES: tuple[Rule, ...] = (
     _condition_rule(
         "reward_flat",
         CRITICAL,
-        hold_all(is_below(SPREAD, 1e-6), is_above(SUCCESS, 0.0), is_below(SUCCESS, 1.0)),
+        hold_all(
+            is_below(SPREAD_METRIC, 1e-6),
+            is_above(SUCCESS_METRIC, 0.0),
+            is_below(SUCCESS_METRIC, 1.0),
+        ),
         "All rewards have been equal since step {since} (mean {reward:.3g}), yet some rollouts "
         "succeed.",
         "Look at how the environment rewards, and at ppo.max_reward_clip and ppo.reward_scaling.",
@@ -803,8 +833,8 @@ RULES: tuple[Rule, ...] = (
     _condition_rule(
         "truncation",
         WARNING,
-        is_above("length/truncated", TRUNCATED),
-        f"A token limit has ended more than {TRUNCATED:.0%} of the sequences since step {{since}} "
+        is_above("length/truncated", MAX_TRUNCATED_FRACTION),
+        f"A token limit has ended more than {MAX_TRUNCATED_FRACTION:.0%} of the sequences since step {{since}} "
         f"(now {{share:.0%}}).",
         "Raise gen.max_new_tokens or rollout.max_total_tokens, or mask such sequences "
         "(ppo.mask_too_long=true).",
@@ -814,8 +844,8 @@ RULES: tuple[Rule, ...] = (
     _condition_rule(
         "out_of_turns",
         WARNING,
-        is_above("length/out_of_turns", OUT_OF_TURNS),
-        f"rollout.max_turns has ended more than {OUT_OF_TURNS:.0%} of the rollouts before they "
+        is_above("length/out_of_turns", MAX_OUT_OF_TURNS_FRACTION),
+        f"rollout.max_turns has ended more than {MAX_OUT_OF_TURNS_FRACTION:.0%} of the rollouts before they "
         f"succeeded since step "
         "{since} (now {share:.0%}).",
         TURNS_ADVICE,
@@ -836,11 +866,11 @@ RULES: tuple[Rule, ...] = (
     _condition_rule(
         "clip_fraction_high",
         WARNING,
-        is_above("policy/clip_fraction", CLIPPED),
-        f"The clip has decided more than {CLIPPED:.0%} of the tokens since step {{since}} (now "
+        is_above("policy/clip_fraction", MAX_CLIPPED_FRACTION),
+        f"The clip has decided more than {MAX_CLIPPED_FRACTION:.0%} of the tokens since step {{since}} (now "
         f"{{share:.0%}}).",
         "Lower actor.optimizer.lr, ppo.sample_reuse or ppo.ppo_n_minibatches, or staleness.",
-        {"clip_min": CLIPPED},
+        {"clip_min": MAX_CLIPPED_FRACTION},
         share="policy/clip_fraction",
     ),
     check_ratio,
@@ -870,21 +900,23 @@ RULES: tuple[Rule, ...] = (
     _condition_rule(
         "trainer_starved",
         WARNING,
-        hold_all(is_below(TRAINING, IDLE), is_above(GENERATION, BUSY)),
+        hold_all(
+            is_below(TRAINING_METRIC, IDLE_OCCUPANCY), is_above(GENERATION_METRIC, BUSY_OCCUPANCY)
+        ),
         "The trainer has worked {training:.0%} of the time since step {since}, while generation "
         "works "
         "{generation:.0%}: it waits for rollouts.",
         "Give generation more: async_rl.n_generation_workers, more devices, shorter rollouts.",
         min_steps=RECENT,
-        training=TRAINING,
-        generation=GENERATION,
+        training=TRAINING_METRIC,
+        generation=GENERATION_METRIC,
     ),
     _condition_rule(
         "generation_starved",
         WARNING,
         hold_all(
-            is_below(GENERATION, IDLE),
-            is_below(TRAINING, BUSY),
+            is_below(GENERATION_METRIC, IDLE_OCCUPANCY),
+            is_below(TRAINING_METRIC, BUSY_OCCUPANCY),
             is_above("admission/capacity", 0.0),
         ),
         "Generation has worked {generation:.0%} of the time since step {since}, although "
@@ -893,7 +925,7 @@ RULES: tuple[Rule, ...] = (
         "Play more at once: env.pool_size, async_rl.n_rollout_workers; look how long the "
         "environment takes.",
         min_steps=RECENT,
-        generation=GENERATION,
+        generation=GENERATION_METRIC,
         capacity="admission/capacity",
     ),
     _condition_rule(
@@ -906,7 +938,7 @@ RULES: tuple[Rule, ...] = (
         "The trainer is the slower side: give it more workers (actor.workers), or generation "
         "fewer.",
         min_steps=RECENT,
-        generation=GENERATION,
+        generation=GENERATION_METRIC,
     ),
     check_staleness,
     check_throughput,

@@ -113,7 +113,7 @@ def write_graph_files(graph: DataFlowGraph, folder: Path) -> None:
 
 
 DEATHS_FILE = "deaths.jsonl"
-_MOST_DEATH_BYTES = 4 << 20
+_MAX_DEATHS_BYTES = 4 << 20
 
 
 class Death(msgspec.Struct, frozen=True):
@@ -137,13 +137,13 @@ def record_death(run_dir: Path, process: str, why: str, then: str) -> None:
 
 def read_deaths(run_dir: Path) -> list[Death]:
     """Return the recorded ends of processes, in order."""
-    return _read_rows(run_dir / DEATHS_FILE, Death, _MOST_DEATH_BYTES)
+    return _read_rows(run_dir / DEATHS_FILE, Death, _MAX_DEATHS_BYTES)
 
 
 PLACEMENTS_FILE = "placements.jsonl"
 LAUNCHER = "launcher"
 """Name of the launcher's own machine, on which processes run that no scheduler has started."""
-_MOST_PLACEMENT_BYTES = 16 << 20
+_MAX_PLACEMENTS_BYTES = 16 << 20
 
 
 class Placement(msgspec.Struct, omit_defaults=True):
@@ -179,7 +179,7 @@ class HostLanes:
     def __init__(self, run_dir: Path) -> None:
         self._starts: dict[str, list[tuple[int, str]]] = {}
         self.lost: list[tuple[int, str, str]] = []
-        for row in _read_rows(run_dir / PLACEMENTS_FILE, Placement, _MOST_PLACEMENT_BYTES):
+        for row in _read_rows(run_dir / PLACEMENTS_FILE, Placement, _MAX_PLACEMENTS_BYTES):
             moment = round(row.at * 1e6)
             if row.process:
                 self._starts.setdefault(row.process, []).append((moment, row.host))

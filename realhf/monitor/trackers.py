@@ -361,10 +361,10 @@ class TrackioTracker(RunTracker):
 
 _NOT_ALLOWED = re.compile(r"[^\w\-. /]", re.ASCII)
 # Limits of MLflow's requests.
-_LONGEST_NAME = 250
-_LONGEST_VALUE = 500
-_MOST_PARAMETERS = 100
-_MOST_METRICS = 900
+_MAX_NAME_CHARS = 250
+_MAX_VALUE_CHARS = 500
+_MAX_PARAMETERS = 100
+_MAX_METRICS = 900
 NAME = "mlflow"
 _TAG = "realhf.id"
 """Tag by which a run is found in MLflow."""
@@ -420,11 +420,11 @@ class MlflowTracker(RunTracker):
         )
         name = run.info.run_id
         parameters = [
-            self._param(_clean_name(name), value[:_LONGEST_VALUE])
+            self._param(_clean_name(name), value[:_MAX_VALUE_CHARS])
             for name, value in flatten_config(info.config).items()
         ]
-        for start in range(0, len(parameters), _MOST_PARAMETERS):
-            self._client.log_batch(name, params=parameters[start : start + _MOST_PARAMETERS])
+        for start in range(0, len(parameters), _MAX_PARAMETERS):
+            self._client.log_batch(name, params=parameters[start : start + _MAX_PARAMETERS])
         if info.config:
             self._client.log_dict(name, dict(info.config), "config.yaml")
         info.store_name(NAME, name)
@@ -451,8 +451,8 @@ class MlflowTracker(RunTracker):
         metrics = [
             self._metric(_clean_name(name), value, now, step) for name, value in values.items()
         ]
-        for start in range(0, len(metrics), _MOST_METRICS):
-            self._client.log_batch(self._run, metrics=metrics[start : start + _MOST_METRICS])
+        for start in range(0, len(metrics), _MAX_METRICS):
+            self._client.log_batch(self._run, metrics=metrics[start : start + _MAX_METRICS])
 
     def rollouts(self, step: int, texts: Sequence[str]) -> None:
         """Store the transcripts as a text artifact."""
@@ -514,7 +514,7 @@ def _clean_name(name: str) -> str:
     MLflow treats names as paths, which must not leave their folder nor begin with a slash.
     """
     parts = [part for part in _NOT_ALLOWED.sub("_", name).split("/") if part not in ("", ".", "..")]
-    return "/".join(parts)[:_LONGEST_NAME] or "_"
+    return "/".join(parts)[:_MAX_NAME_CHARS] or "_"
 
 
 OpenTracker = Callable[[RunInfo], RunTracker]

@@ -31,7 +31,7 @@ from realhf.algorithms.train_step import PredictedTokens
 from realhf.api.config import ConfigError
 from realhf.api.model import CallContext, Model, TrainResult
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.base.hf_config import HEAD_FILE
+from realhf.base.hf_config import VALUE_HEAD_FILE
 from realhf.launch.__main__ import main
 from tests.algorithms.tiny_policy import context, tiny_actor, tiny_critic, weights
 
@@ -364,7 +364,7 @@ def test_the_rewards_of_a_verifier_are_mixed_with_the_model_s(tmp_path: Path) ->
 def test_the_penalty_for_length_has_no_weight(weight: float, tmp_path: Path) -> None:
     """It was mixed as a part of the verifier's rewards: half of it was left, or nothing, and two
     rollouts that the verifier judges alike were a pair for the model to order."""
-    (tmp_path / HEAD_FILE).touch()
+    (tmp_path / VALUE_HEAD_FILE).touch()
     ppo = PolicyGradientOptions(overlong_length=8, overlong_buffer=0.5)
     config = config_class("countdown")(experiment="grpo", ppo=ppo)
     config.reward_model.path = str(tmp_path)
@@ -398,7 +398,7 @@ def test_the_penalty_for_length_has_no_weight(weight: float, tmp_path: Path) -> 
 
 
 def test_options_of_the_verifier_are_refused_where_it_has_no_part(tmp_path: Path) -> None:
-    (tmp_path / HEAD_FILE).touch()
+    (tmp_path / VALUE_HEAD_FILE).touch()
     for name, value in (("reward_scaling", 2.0), ("reward_bias", 1.0), ("max_reward_clip", 3.0)):
         ppo = PolicyGradientOptions(**{name: value})
         config = config_class("countdown")(experiment="grpo", ppo=ppo)

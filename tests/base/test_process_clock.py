@@ -17,7 +17,7 @@ import pytest
 
 from realhf.base import process_clock
 from realhf.base.event_loops import ClockedLoop, new_event_loop
-from realhf.base.process_clock import EVERY_S, LATE_S, PauseDetector, wait
+from realhf.base.process_clock import READ_INTERVAL_S, READ_TOLERANCE_S, PauseDetector, wait
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,16 +36,23 @@ def test_a_pause_is_what_goes_beyond_the_time_between_two_looks():
     hands = Hands()
     pauses = PauseDetector(hands)
     found = []
-    for passed in (0.1, EVERY_S, EVERY_S + LATE_S / 2, EVERY_S + 40.0, 0.0, 0.2):
+    for passed in (
+        0.1,
+        READ_INTERVAL_S,
+        READ_INTERVAL_S + READ_TOLERANCE_S / 2,
+        READ_INTERVAL_S + 40.0,
+        0.0,
+        0.2,
+    ):
         hands.now += passed
         found.append((pauses.now(), pauses.paused_s))
     expected = [
         (100.1, 0.0),
-        (100.1 + EVERY_S, 0.0),
-        (100.1 + 2 * EVERY_S + LATE_S / 2, 0.0),
-        (100.1 + 3 * EVERY_S + LATE_S / 2, 40.0),
-        (100.1 + 3 * EVERY_S + LATE_S / 2, 40.0),
-        (100.3 + 3 * EVERY_S + LATE_S / 2, 40.0),
+        (100.1 + READ_INTERVAL_S, 0.0),
+        (100.1 + 2 * READ_INTERVAL_S + READ_TOLERANCE_S / 2, 0.0),
+        (100.1 + 3 * READ_INTERVAL_S + READ_TOLERANCE_S / 2, 40.0),
+        (100.1 + 3 * READ_INTERVAL_S + READ_TOLERANCE_S / 2, 40.0),
+        (100.3 + 3 * READ_INTERVAL_S + READ_TOLERANCE_S / 2, 40.0),
     ]
     assert [pair for both in found for pair in both] == pytest.approx(
         [pair for both in expected for pair in both]
@@ -66,7 +73,7 @@ def test_a_wait_is_repeated_with_what_is_left_when_the_process_stood_still(
     def attempt(seconds: float) -> str:
         asked.append(seconds)
         if len(asked) == 1:
-            hands.now += EVERY_S + 40.0
+            hands.now += READ_INTERVAL_S + 40.0
             return ""
         if len(asked) == 2:
             hands.now += 0.2
@@ -74,7 +81,7 @@ def test_a_wait_is_repeated_with_what_is_left_when_the_process_stood_still(
         return ""
 
     assert wait(attempt, 10.0) == "found"
-    assert asked == pytest.approx([10.0, 10.0 - EVERY_S])
+    assert asked == pytest.approx([10.0, 10.0 - READ_INTERVAL_S])
 
     def nothing(seconds: float) -> str:
         while seconds > 0:

@@ -69,7 +69,7 @@ def heard(agent: StrangeAgent, kind: str) -> bool:
 def test_hosts_that_say_that_they_have_heard_are_not_waited_for(
     opened: OpenEndpoint, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(control_endpoint, "PART_S", 3 * ANSWER_S)
+    monkeypatch.setattr(control_endpoint, "FAREWELL_TIMEOUT_S", 3 * ANSWER_S)
     agents = [opened.agent(name).join() for name in ("a", "b")]
 
     def part(agent: StrangeAgent) -> None:

@@ -445,7 +445,7 @@ def test_a_removed_host_that_does_not_say_how_its_workers_end_is_sent_away(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ):
     """It would keep its key and a place in the run for as long as it liked."""
-    monkeypatch.setattr(operator_desk, "LEAVE_S", 0.3)
+    monkeypatch.setattr(operator_desk, "REMOVAL_TIMEOUT_S", 0.3)
     agent = bench.agent().join()
     operator = bench.operator()
     bench.begin()

@@ -19,7 +19,7 @@ from realhf.aws.environment import SYSTEM_PROMPT
 from realhf.aws.tasks.loader import instantiate
 from realhf.backends.builtin_policy import build_builtin_policy
 from realhf.backends.training.torch_backend import TorchBackend
-from realhf.base.hf_config import HEAD_FILE
+from realhf.base.hf_config import VALUE_HEAD_FILE
 from realhf.data.chat_dataset import ChatDataset
 from tests.mfc.graph_calls import (
     TEMPERATURE,
@@ -105,7 +105,7 @@ def critic_folder(tmp_path_factory, policy):
         "weight": torch.randn(1, TINY.hidden_size, generator=generator),
         "bias": torch.tensor([0.5]),
     }
-    save_file(head, folder / HEAD_FILE)
+    save_file(head, folder / VALUE_HEAD_FILE)
     return folder
 
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel
 
-from realhf.base.hf_config import HEAD_FILE
+from realhf.base.hf_config import VALUE_HEAD_FILE
 from tests.mfc.graph_calls import CRITIC_STEP, DISCOUNT, KL_REWARD, LAMBDA, TRAIN_OUTCOME
 from tests.mfc.mfc_bench import as_lists, random_tokens, replaced, sequences, shortened
 
@@ -25,7 +25,7 @@ class PlainCritic(torch.nn.Module):
         )
         self.value_head = torch.nn.Linear(self.decoder.config.hidden_size, 1, dtype=torch.float64)
         self.value_head.load_state_dict(
-            {k: v.double() for k, v in load_file(folder / HEAD_FILE).items()}
+            {k: v.double() for k, v in load_file(folder / VALUE_HEAD_FILE).items()}
         )
 
     def forward(self, ids):

@@ -86,7 +86,7 @@ def test_a_server_has_all_descriptors_and_ends_silent_handshakes(model, monkeypa
 
     loops: list[bool] = []
     monkeypatch.setattr(command, "serve", serve)
-    monkeypatch.setattr(command, "needs", lambda *names: None)
+    monkeypatch.setattr(command, "require_modules", lambda *names: None)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] // 2, before[1]))
     try:

@@ -24,7 +24,7 @@ from realhf.api.experiment import ModelSpec
 from realhf.backends.embedded.memory import explain_oom, oom_message
 from realhf.backends.training.tokenizer_loading import ModelLoadError, check_folder, load_tokenizer
 from realhf.backends.training.torch_engine import TorchEngine
-from realhf.base.hf_config import HEAD_FILE, decoder_problem, expert_problem
+from realhf.base.hf_config import VALUE_HEAD_FILE, decoder_problem, expert_problem
 from realhf.base.text import first_line
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -300,4 +300,4 @@ def load_value_model(language_model: Any, path: str, role: str) -> ValueModel:
 
 
 def _head_path(folder: Path | str) -> Path:
-    return Path(folder) / HEAD_FILE
+    return Path(folder) / VALUE_HEAD_FILE

@@ -14,9 +14,9 @@ from realhf.cluster.engines.engine_process import serve
 from realhf.cluster.placement import ClusterError
 from realhf.scheduler.process import FATAL
 
-LEAVE_S = 6.0
+AGENT_EXIT_S = 6.0
 """Seconds that agents have to leave by themselves after the end of the run."""
-STOP_S = 6.0
+SRUN_EXIT_S = 6.0
 """Seconds that srun then has to end them."""
 TAIL_BYTES = 8000
 NO_SRUN = (
@@ -92,8 +92,8 @@ class SlurmEngine:
             return
         # On SIGTERM, srun kills its tasks at once, and they may leave files behind: so wait first.
         for end, limit_s in (
-            (lambda: None, LEAVE_S),
-            (self._srun.terminate, STOP_S),
+            (lambda: None, AGENT_EXIT_S),
+            (self._srun.terminate, SRUN_EXIT_S),
             (self._srun.kill, None),
         ):
             end()

@@ -26,7 +26,7 @@ INDEX_SUFFIX = ".index.jsonl"
 SHARD_SUFFIX = ".jsonl.gz"
 NO_SHARD = -1
 """Shard number of a line without a record."""
-LONGEST_NAME = 300
+MAX_NAME_CHARS = 300
 """Maximum characters of a task's or group's name in an index line."""
 
 
@@ -158,7 +158,7 @@ def index_name(family: str, writer: str) -> str:
     return f"{family}-{writer}{INDEX_SUFFIX}"
 
 
-def shorten_text(text: str, most: int = LONGEST_NAME) -> str:
+def shorten_text(text: str, most: int = MAX_NAME_CHARS) -> str:
     """Return a text as valid UTF-8, shortened to ``most`` characters."""
     return repair_text(text if len(text) <= most else text[: most - 3] + "...")
 

@@ -77,7 +77,7 @@ INFO_BYTES = 16 * 1024
 """Maximum size of an environment's ``info`` of one turn."""
 _DIGITS = 5
 """Decimal places of recorded numbers."""
-_MOST_PARTS = 32
+_MAX_INFO_VALUES = 32
 """Number of values up to which an ``info`` is shortened value by value."""
 Texts = Callable[[Sequence[int]], list[str]]
 
@@ -246,10 +246,10 @@ def _limit_info(info: Mapping[str, Any]) -> Any:
     """Return a map of at most about ``INFO_BYTES``.
 
     In a larger map the largest values are shortened to the space that the smaller ones leave. A map
-    with more than ``_MOST_PARTS`` values, or with very long names, becomes a text as a whole.
+    with more than ``_MAX_INFO_VALUES`` values, or with very long names, becomes a text as a whole.
     """
     as_text = limit_size(info)
-    if as_text is info or len(info) > _MOST_PARTS:
+    if as_text is info or len(info) > _MAX_INFO_VALUES:
         return as_text
     sizes = sorted((len(encode_record(value)), name) for name, value in info.items())
     limited = dict[str, Any]()

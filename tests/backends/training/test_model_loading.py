@@ -29,7 +29,7 @@ from realhf.api.trace import Tracer
 from realhf.backends.parallel.fsdp import build_without_memory
 from realhf.backends.streaming_engines import make_streaming_generator
 from realhf.backends.training.torch_backend import (
-    HEAD_FILE,
+    VALUE_HEAD_FILE,
     ModelLoadError,
     TorchBackend,
     ValueModel,
@@ -253,7 +253,7 @@ def test_what_was_exported_is_a_critic_to_start_from(
         {"weight": torch.zeros(1, 7), "bias": torch.zeros(1)},
         {"weight": torch.zeros(1, 32)},
     ):
-        save_file(wrong, tmp_path / "critic" / HEAD_FILE)
+        save_file(wrong, tmp_path / "critic" / VALUE_HEAD_FILE)
         with pytest.raises(
             ModelLoadError, match=r"critic.path=.*critic: its value head does not load"
         ):
