@@ -71,7 +71,7 @@ def summary(folder):
 
 
 def identity(folder):
-    run_info(folder, 1).remember("wandb", "x" * 40)
+    run_info(folder, 1).store_name("wandb", "x" * 40)
 
 
 def trace(folder):

@@ -54,7 +54,7 @@ def test_a_sampled_end_of_a_turn_is_not_written_a_second_time(
     # What was sampled is never replaced, so the whole text differs by the end that the policy
     # chose.
     expected = whole.partition(words)[0] + words + sampled + rest.removeprefix(written)
-    assert chat._text(ids) == expected
+    assert chat._decode_all(ids) == expected
 
 
 @pytest.mark.parametrize("name", FAMILIES_OF_MODELS)
@@ -66,7 +66,7 @@ def test_a_turn_that_was_cut_gets_the_end_that_the_template_writes(name: str) ->
     ids += chat.following_messages([USER], ended=False, tools=TOOLS)
     whole = rendered(chat, [*OPENING, SAID, USER])
     assert (
-        chat._text(ids).partition(str(SAID["content"]))[2]
+        chat._decode_all(ids).partition(str(SAID["content"]))[2]
         == whole.partition(str(SAID["content"]))[2]
     )
 
@@ -78,12 +78,12 @@ def test_the_answer_of_a_tool_follows_as_the_template_writes_it(name: str) -> No
     chat = family_chat(name)
     history = rendered(chat, [*OPENING, call("there"), ANSWER])
     end = {"gpt-oss": "<|call|>", "cohere": "<|END_OF_TURN_TOKEN|>"}.get(
-        name, chat._text([chat.stop_ids[0]])
+        name, chat._decode_all([chat.stop_ids[0]])
     )
     ids = chat.following_messages(
         [ANSWER], ended=True, end=chat._tokenizer.convert_tokens_to_ids(end), tools=TOOLS
     )
-    tail = chat._text(ids)
+    tail = chat._decode_all(ids)
     assert "a cup" in tail and end not in tail.partition("a cup")[0]
     assert history.endswith(end + tail)
 
@@ -96,7 +96,7 @@ def test_a_sampled_end_that_no_template_writes_stands_for_its_own() -> None:
     assert other in chat.stop_ids
     following = chat.following_messages([USER], ended=True, end=other)
     assert (
-        chat._text(following) == "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
+        chat._decode_all(following) == "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
@@ -161,4 +161,4 @@ def test_spaces_before_punctuation_stay_whatever_the_tokenizer_says_of_itself() 
     chat = TemplateChat(made)
     ids = chat.encode("so , it ' s .")
     assert made.decode(ids) != "so , it ' s ."
-    assert chat.decode(ids) == chat._text(ids) == "so , it ' s ."
+    assert chat.decode(ids) == chat._decode_all(ids) == "so , it ' s ."
