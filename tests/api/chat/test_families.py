@@ -96,7 +96,8 @@ def test_a_sampled_end_that_no_template_writes_stands_for_its_own() -> None:
     assert other in chat.stop_ids
     following = chat.following_messages([USER], ended=True, end=other)
     assert (
-        chat._decode_all(following) == "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
+        chat._decode_all(following)
+        == "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
