@@ -95,7 +95,7 @@ def test_spans_of_one_lane_are_nested_or_apart(spans: list[tuple[int, int]]):
     lanes = Lanes()
     placed = {}
     for span in spans:
-        placed.setdefault(lanes.place("main", *span), []).append(span)
+        placed.setdefault(lanes.assign("main", *span), []).append(span)
     for lane in placed.values():
         for began, ended in lane:
             assert all(

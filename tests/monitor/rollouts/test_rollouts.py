@@ -478,7 +478,7 @@ def test_the_choice_is_that_of_whole_groups_and_the_same_everywhere(tmp_path: Pa
     ids = [f"task@{number}" for number in range(4000)]
     chosen = [name for name in ids if selection.selects(name)]
     assert 400 < len(chosen) < 600
-    assert 0.4 < sum(map(selection.with_tokens, chosen)) / len(chosen) < 0.6
+    assert 0.4 < sum(map(selection.selects_tokens, chosen)) / len(chosen) < 0.6
     assert build_selection(MonitorConfig(rollouts="0"), n_seqs=16, group_size=8).share == 0
     assert build_selection(MonitorConfig(), n_seqs=16, group_size=8).share == 1
     recorder = RolloutWriter(tmp_path, "w/0", Selection(0.125, 0.5), limit_bytes=2**30)
