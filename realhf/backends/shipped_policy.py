@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.config import ConfigError
-from realhf.base.files import whole_folder
+from realhf.base.files import atomic_folder
 
 PROVENANCE = "provenance.json"
 LESSONS = "lessons"
@@ -68,7 +68,7 @@ def ship(policy: Path, folder: Path, provenance: Mapping[str, Any]) -> None:
     """Write a trained policy in bfloat16 to ``folder``, replacing the folder atomically."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with whole_folder(folder) as whole:
+    with atomic_folder(folder) as whole:
         AutoModelForCausalLM.from_pretrained(policy, dtype="bfloat16").save_pretrained(whole)
         AutoTokenizer.from_pretrained(policy).save_pretrained(whole)
         for file in whole.iterdir():

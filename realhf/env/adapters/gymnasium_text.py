@@ -30,7 +30,12 @@ from realhf.base.installation import import_extra
 from realhf.base.plugin import describe_user_error
 from realhf.env.loader.tasks import SeedTaskSet
 from realhf.env.loader.threads import MAX_STUCK, Threads
-from realhf.env.loader.validation import BrokenContract, replace_surrogates, format_value, validate_number
+from realhf.env.loader.validation import (
+    BrokenContract,
+    format_value,
+    replace_surrogates,
+    validate_number,
+)
 
 EXTRA = "gymnasium"
 """Name of the extra of this package that installs Gymnasium."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from realhf.api.environment import AssistantMessage, ToolCall
 from realhf.base.text import suggest_names
-from realhf.env.loader.validation import json_problem, replace_surrogates, format_value
+from realhf.env.loader.validation import format_value, json_problem, replace_surrogates
 from realhf.env.openenv_client import EnvError
 
 TOOL_NAME = "act"

@@ -33,10 +33,10 @@ from realhf.env.adapters.openenv_action import (
 from realhf.env.loader.tasks import SeedTaskSet
 from realhf.env.loader.validation import (
     BrokenContract,
+    format_value,
     json_problem,
     replace_surrogates,
     require_valid,
-    format_value,
     validate_messages,
     validate_number,
     validate_numbers,

@@ -18,7 +18,7 @@ from typing import Any
 
 from realhf.api.environment import AssistantMessage, ChatMessage, ToolCall
 from realhf.api.messages import message_problems
-from realhf.env.loader.validation import json_problem, replace_surrogates, format_value
+from realhf.env.loader.validation import format_value, json_problem, replace_surrogates
 from realhf.web.connections import MAX_HEAD_BYTES
 
 SECRET_HEADER = "x-policy-secret"

@@ -28,7 +28,6 @@ from realhf.env.loader.validation import (
     format_value,
     info_problems,
     require_valid,
-    format_value,
     state_key_problems,
     validate_messages,
     validate_turn,

@@ -229,7 +229,9 @@ def to_task_set(
     if isinstance(value, TaskSet):
         return value
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise ValueError(f"{description} must return rows, tasks or a TaskSet, not {format_value(value)}")
+        raise ValueError(
+            f"{description} must return rows, tasks or a TaskSet, not {format_value(value)}"
+        )
     items = [*value]
     if items and all(isinstance(item, Task) for item in items):
         return RowTaskSet(items, seeded=seeded)
@@ -408,5 +410,6 @@ def _datasets_folder(folder: Path) -> Sequence[Row]:
             f"{', '.join(map(repr, loaded))}"
         )
     return [
-        check_row(dict(values), f"{folder}, row {number}") for number, values in enumerate(loaded, 1)
+        check_row(dict(values), f"{folder}, row {number}")
+        for number, values in enumerate(loaded, 1)
     ]

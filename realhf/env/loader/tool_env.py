@@ -51,7 +51,6 @@ from realhf.env.loader.validation import (
     json_problem,
     replace_surrogates,
     require_valid,
-    format_value,
     state_key_problems,
     validate_messages,
     validate_numbers,

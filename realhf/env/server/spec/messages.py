@@ -18,9 +18,9 @@ from realhf.api.messages import tool_problems
 from realhf.api.tool_parser import MAX_CALLS, CallProblem, build_call, malformed_call, read_json
 from realhf.env.loader.validation import (
     BrokenContract,
+    format_value,
     info_problems,
     require_valid,
-    format_value,
     state_key_problems,
     turn_problems,
     validate_messages,
