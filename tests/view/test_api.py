@@ -340,7 +340,7 @@ def test_a_step_that_is_added_arrives_and_a_folder_that_vanishes_is_still_shown(
         shutil.rmtree(tmp_path / "run")
         header, _ = unpacked(page.get("/api/runs/0/rollouts").content)
         assert header["count"] == 16
-        assert "gone" in header["problems"][0]
+        assert "was removed" in header["problems"][0]
 
 
 def test_a_run_that_was_made_again_in_the_same_folder_is_read_anew(tmp_path: Path):

@@ -239,7 +239,7 @@ def tool(name: str = "look", parameters: Any = None, description: str = "Look.")
         (
             Opening([{"role": "user", "content": " \n"}]),
             "You play.",
-            ["its opening is blank: the policy is asked"],
+            ["its opening is blank, so it asks the policy"],
         ),
         (
             Opening([{"role": "system", "content": "x"}]),
