@@ -191,7 +191,13 @@ def _compute_server_bytes(model: ModelSpec, free: int, total: int) -> int:
     if room <= needed:
         gib = [
             f"{nbytes / 2**30:.3g}"
-            for nbytes in (total, free, trainer.weights + trainer.first_update, max(room, 0), needed)
+            for nbytes in (
+                total,
+                free,
+                trainer.weights + trainer.first_update,
+                max(room, 0),
+                needed,
+            )
         ]
         raise RuntimeError(
             f"vLLM does not fit next to the trainer of {model.role} on a GPU of {gib[0]} GiB with "

@@ -110,7 +110,9 @@ class PayloadLog:
         """
         segment, offset, nbytes = ref[:3]
         try:
-            with open(_segment_path(_rank_folder(self._root, payload_rank(ref)), segment), "rb") as file:
+            with open(
+                _segment_path(_rank_folder(self._root, payload_rank(ref)), segment), "rb"
+            ) as file:
                 file.seek(offset)
                 raw = memoryview(file.read(nbytes))
         except (OSError, ValueError) as error:

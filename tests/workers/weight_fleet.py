@@ -71,7 +71,11 @@ class Fleet:
 
     def _worker(self, engine):
         made = GenerationWorker.__new__(GenerationWorker)
-        made._engine, made._tracer, made._held_weights = engine, Tracer(), EngineWeightDigests(engine)  # pyright: ignore
+        made._engine, made._tracer, made._held_weights = (
+            engine,
+            Tracer(),
+            EngineWeightDigests(engine),
+        )  # pyright: ignore
         made._network = Network()
         made._gate = VersionGate(lambda: engine.version)
         made._plan = SimpleNamespace(rpc=SimpleNamespace(control_timeout_s=30.0))  # pyright: ignore

@@ -413,7 +413,9 @@ class FsdpEngine(GroupEngine):
         """Return the model with the gathered weights. Raises WeightsNotGathered if they were not gathered
         on this rank."""
         if self._copy is None:
-            raise WeightsNotGathered(f"{self._role}: its whole weights were not gathered on this worker")
+            raise WeightsNotGathered(
+                f"{self._role}: its whole weights were not gathered on this worker"
+            )
         return self._copy
 
     def generator(self) -> EmbeddedGenerator:
