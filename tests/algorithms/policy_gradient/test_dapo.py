@@ -176,7 +176,7 @@ def test_sets_of_k_have_signal_where_their_best_differ(k: int) -> None:
             assert (
                 bool(pass_at_k(scores, torch.ones(n, dtype=torch.bool), one, k=k).any()) == expected
             )
-            assert judge.of(SampleResult("", rewards=rewards)) == expected, rewards
+            assert judge.has_signal(SampleResult("", rewards=rewards)) == expected, rewards
             seen.add(expected)
     assert seen == {True, False}
 
