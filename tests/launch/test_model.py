@@ -398,7 +398,11 @@ def test_a_backend_that_trains_all_weights_and_a_missing_package_are_refused(mon
             ["actor.lora.alpha=8"],
             "actor.lora.alpha has no effect in experiment grpo: there are no adapters",
         ),
-        ("grpo", ["actor.lora.rank=2", "actor.lora.dropout=0.1"], "would differ from the one that sampled"),
+        (
+            "grpo",
+            ["actor.lora.rank=2", "actor.lora.dropout=0.1"],
+            "would differ from the one that sampled",
+        ),
         ("ppo", ["critic.lora.rank=2"], "a critic trains all its weights"),
         ("grpo", ["actor.lora.rank=-1"], "must be at least 0"),
         (
