@@ -1,5 +1,5 @@
-"""Records of the trajectory server, and the options of its state; every part of the server imports
-this module.
+"""Record types of the trajectory server and the options of its state, which all parts of the server
+use.
 
 Source: docs/reference/trajectory.md 1 (vocabulary), 3.4 to 3.10 (rules), 3.11 (persisted data),
 3.12 (strict).
@@ -35,11 +35,11 @@ SCHEMA: dict[str, Any] = {
     "distill_logprobs": list[list[list[float]]] | None,
     "policy_version": Int64 | None,
 }  # fmt: skip
-"""Fields of a group and their types, in order. In binary, INTEGER_ROWS and FLOAT_ROWS may be
-tensors."""
+"""Fields of a group and their types, in order. In MessagePack, the fields of INTEGER_ROWS and
+FLOAT_ROWS may be sent as tensors."""
 FIELDS = tuple(SCHEMA)
-"""All field names. Every delivered group has all but the last; ``policy_version`` is present only
-if it was sent."""
+"""All field names. A delivered group has every one of them, except that ``policy_version`` (the
+last) is present only if the producer sent it."""
 REQUIRED = ("tokens", "masks", "scores")
 INTEGER_ROWS = ("tokens", "masks")
 """Fields with one row of integers per sequence."""
@@ -119,14 +119,15 @@ class GroupRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     arrived_at: float
     """Arrival in seconds since 1970."""
     bundle: tuple[int, int] | None = None
-    """(order of the first member, number of members) of a set that must be delivered together; its
-    members have consecutive orders."""
+    """(order of the first member, number of members) of a set of groups that must be delivered
+    together; None for a group that is delivered on its own. The members have consecutive orders."""
     reason: str = ""
     """Why it is in quarantine; "too_stale" also marks stale groups in the queue."""
 
     @property
     def members(self) -> tuple[GroupRecord, ...]:
-        """The group alone: a single group is a unit with one member."""
+        """The group itself as the only member, so that a single group can be used like a
+        ``Bundle``."""
         return (self,)
 
 
@@ -182,8 +183,8 @@ class LeaseRecord(msgspec.Struct, frozen=True, array_like=True):
     ``on_sent`` (the whole response was sent) or ``at_most_once`` (its creation; it is never
     delivered again)."""
     attempt: int = 0
-    """Number of previous responses, so that the end of an earlier response is not taken for the end
-    of the current one."""
+    """Number of earlier attempts to send the batch. It tells the end of an earlier response from
+    the end of the current one."""
 
 
 class ClosedLease(msgspec.Struct, frozen=True, array_like=True):
@@ -198,7 +199,8 @@ class ClosedLease(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoredReply(msgspec.Struct, frozen=True, array_like=True):
-    """Stored answer for an idempotency key."""
+    """The answer to a request with an idempotency key, stored so that a repeated request gets the
+    same answer."""
 
     key: str
     """The idempotency key."""
@@ -240,15 +242,17 @@ class RunRecord(msgspec.Struct, frozen=True, array_like=True):
     step: int = 0
     """Number of batches delivered."""
     max_staleness: int | None = None
-    """Staleness bound of the run in policy versions; None: the server's."""
+    """Largest number of policy versions that a group of this run may lag; None: the server's
+    setting."""
     policy_version: int | None = None
-    """Version announced by the trainer; None: the step counts."""
+    """Version announced by the trainer; None if it announced none, and the step number is used
+    instead."""
     latest: GroupRecord | None = None
     """Last group that entered the queue; it stays readable after it was consumed."""
     other_time: float = 0.0
     """Virtual time of groups without an environment (docs/reference/trajectory.md 3.6)."""
     clock: float = 0.0
-    """Virtual time of the last served pack."""
+    """Virtual time of the pack that was served last."""
     quarantine_dropped: int = 0
     """Groups dropped from quarantine."""
 
@@ -267,7 +271,8 @@ TABLES: dict[str, type] = {
     "closed": ClosedLease,
     "replays": StoredReply,
 }
-"""Record type of each table. Keys: "run", env_id, group id, lease_id, lease_id, key."""
+"""Record type of each table. The keys of the tables are, in this order: "run", env_id, group id,
+lease_id, lease_id, idempotency key."""
 
 
 def table_and_key(record: Record) -> tuple[str, int | str]:
@@ -311,11 +316,12 @@ STRICT_ROWS = (
     "count_others_of_size_one", "status_before_registration", "fence_epochs", "bound_staleness", "bound_integers",
     "forget_on_reset",
 )  # fmt: skip
-"""Rows of the strict switch (docs/reference/trajectory.md 3.12)."""
+"""Rules for which ``strict`` can select the original server's behaviour (the rows of the table in
+docs/reference/trajectory.md 3.12)."""
 _POSITIVE_SECONDS = (
     "heartbeat_timeout_s", "lease_timeout_s", "send_timeout_s", "buffer_expiry_s", "replay_ttl_s", "env_expiry_s",
 )  # fmt: skip
-"""Settings that are longer than 0 seconds."""
+"""Settings that must be longer than 0 seconds."""
 
 
 @dataclass(frozen=True)
@@ -400,12 +406,12 @@ class StateOptions(Settings):
                 raise SettingError(f"{self.setting_label(name)} must be more than 0 seconds")
 
     def is_strict(self, *rows: str) -> bool:
-        """Return whether all of these rows follow the original server's behaviour."""
+        """Return whether all of these rules follow the original server's behaviour."""
         return set(rows) <= set(self.strict.split(","))
 
     def _strict_rows(self) -> list[str]:
-        """Return the rows that ``strict`` names, in the order of ``STRICT_ROWS``; yes and no mean
-        all and none."""
+        """Return the rules that ``strict`` names, in the order of ``STRICT_ROWS``; "yes" means all
+        of them and "no" none."""
         words = str(self.strict).lower()
         if words in (*FALSE_WORDS, "none"):
             return []

@@ -1,5 +1,5 @@
-"""Encoding of groups to bytes and decoding of batches, in JSON or MessagePack with tensors, and
-groups from episodes.
+"""Encoding of groups and decoding of batches, in JSON or MessagePack with tensors, and construction
+of groups from episodes.
 
 Rows may be lists or numpy arrays, including a two-dimensional array. Source:
 docs/reference/trajectory.md 2.6, 3.11.
@@ -30,8 +30,9 @@ _FLOATS = {"float16": "f2", "float32": "f4", "float64": "f8"}
 
 
 def choose_compression(requested: str, url: str, *, binary: bool) -> str:
-    """Return ``none``, ``gzip`` or ``zstd``. ``auto`` compresses over a network, but not on
-    loopback, where copying is faster than any codec. Raises ValueError for anything else."""
+    """Return the compression to use: ``none``, ``gzip`` or ``zstd``. ``auto`` compresses over a
+    network, but not on loopback, where copying is faster than any codec. Raises ValueError for an
+    unknown or impossible choice."""
     if requested not in COMPRESSIONS:
         raise ValueError(f"compression is {requested!r}; choose one of {', '.join(COMPRESSIONS)}")
     if requested == "zstd" and not binary:
@@ -44,7 +45,7 @@ def choose_compression(requested: str, url: str, *, binary: bool) -> str:
 
 
 def accepted_codings(compression: str) -> str:
-    """Return the Accept-Encoding of pulls."""
+    """Return the Accept-Encoding header value for pulls."""
     return {"none": "identity", "gzip": "gzip"}.get(compression, "zstd, gzip")
 
 
@@ -172,8 +173,8 @@ def _convert_rows(value: Any, name: str) -> list[np.ndarray]:
 
 
 def _is_finite_as_sent(row: np.ndarray) -> bool:
-    """Return whether all numbers are finite in the type that is sent; wider types may exceed
-    float64."""
+    """Return whether all numbers are still finite in the type in which they are sent; a type wider
+    than float64 may hold larger numbers."""
     with np.errstate(over="ignore"):
         return bool(np.isfinite(row.astype(_FLOATS.get(row.dtype.name, "f8"), copy=False)).all())
 
@@ -195,7 +196,7 @@ def _tensor(rows: list[np.ndarray], name: str) -> dict[str, Any]:
 
 
 def _finite_plain(value: Any) -> tuple[Any, bytes]:
-    """Return a value without numpy types, and its JSON. Raises ValueError for NaN and infinity."""
+    """Return (value without numpy types, its JSON). Raises ValueError for NaN and infinity."""
     text = json.dumps(
         value, allow_nan=False, default=_convert_numpy, separators=(",", ":")
     ).encode()
@@ -258,7 +259,8 @@ def group_of(outcomes: Sequence[RolloutOutcome], **about: Any) -> Mapping[str, A
 
 
 def _episode_rows(outcome: RolloutOutcome) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return tokens, masks (-100: not trained) and log-probabilities (1.0 there) of one episode."""
+    """Return (tokens, masks, log-probabilities) of one episode. Tokens that are not trained have
+    mask -100 and log-probability 1.0."""
     tokens = np.array([*outcome.prompt_ids, *outcome.completion_ids], np.int32)
     trained = np.zeros(len(tokens), bool)
     trained[len(outcome.prompt_ids) :] = outcome.loss_mask

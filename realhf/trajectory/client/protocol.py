@@ -1,4 +1,4 @@
-"""Protocol of client and server: errors, retries, typed answers, pacing of producers."""
+"""Client side of the protocol: errors, retries, typed answers, and pacing of producers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class TrajectoryError(Exception):
-    """Base class of all errors of a client. ``url``: of the request, or of the server."""
+    """Base class of all client errors. ``url``: address of the failed request, or of the server."""
 
     def __init__(self, url: str, cause: str) -> None:
         super().__init__(f"{url}: {cause}")
@@ -21,21 +21,22 @@ class TrajectoryError(Exception):
 
 
 class BadGroup(ValueError):
-    """A group is invalid for any server; raised before anything is sent. The text names the
+    """Raised before anything is sent if a group is invalid for any server. The message names the
     field."""
 
 
 class Unreachable(TrajectoryError):
-    """No usable answer came before the deadline: connection errors, 5xx, or a queue that stayed
-    full."""
+    """Raised if no usable answer came before the deadline, because of connection errors, 5xx
+    statuses, or a queue that stayed full."""
 
 
 class BadAnswer(TrajectoryError):
-    """An answer does not follow this protocol, e.g. from another kind of server."""
+    """Raised for an answer that does not follow the protocol, e.g. from another kind of server."""
 
 
 class Refused(TrajectoryError):
-    """The server refused, and would refuse again. ``status``: HTTP status."""
+    """Raised if the server rejected a request and a retry would not help. ``status``: HTTP
+    status."""
 
     def __init__(self, url: str, cause: str, status: int) -> None:
         super().__init__(url, f"{status}: {cause}")
@@ -57,11 +58,13 @@ class LeaseLost(Refused):
 
 
 class NotRegistered(TrajectoryError):
-    """No trainer has registered, or this client has not registered as an environment."""
+    """Raised if no trainer has registered, or if this client has not registered as an
+    environment."""
 
 
 class NoBatchYet(TrajectoryError):
-    """There was no batch before the deadline. ``reason``: the server's last ``X-Batch-Reason``."""
+    """Raised if there was no batch before the deadline. ``reason``: the last ``X-Batch-Reason``
+    from the server."""
 
     def __init__(self, url: str, waited_s: float, reason: str) -> None:
         super().__init__(url, f"no batch within {waited_s:.1f} s ({reason})")
@@ -74,7 +77,7 @@ _MAX_WAIT_S = 5.0
 
 @dataclass(frozen=True)
 class Response:
-    """A decompressed answer."""
+    """An HTTP response with its body decompressed."""
 
     status: int
     """HTTP status; 0 if no answer came."""
@@ -112,7 +115,7 @@ def retry_after_s(text: str | None, now: Callable[[], float] = time.time) -> flo
 
 
 _MAX_CAUSE_CHARS = 500
-"""Most characters of an answer that an error quotes."""
+"""Maximum number of characters of an answer that an error message quotes."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +145,9 @@ class EnvRegistration:
     num_steps: int
     """Number of steps of the run."""
     batch_size: int
-    """Sequences of a batch."""
+    """Sequences per batch."""
     group_size: int
-    """Sequences of a group of this environment."""
+    """Sequences per group of this environment."""
     min_batch_allocation: float | None
     """Smallest share of every batch; None: no minimum."""
     epoch: int | None
@@ -164,7 +167,7 @@ class EnvStatus:
     max_group_size: int
     """Largest queued group in sequences."""
     unallocated_fraction: float
-    """Share of a batch without minimums."""
+    """Fraction of a batch that is not reserved by minimum allocations."""
     env_weight: float
     """Share of this environment."""
 
@@ -180,19 +183,19 @@ class PushReceipt:
     quarantined: tuple[str, ...]
     """Reasons why some groups will never be delivered."""
     replayed: bool
-    """Whether an earlier attempt had already arrived."""
+    """Whether the server had already stored the groups, on an earlier attempt."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Groups as their producers sent them, with all stock keys."""
+    """A batch of groups as their producers sent them, with all keys of the original server."""
 
     groups: list[dict[str, Any]]
     """The groups. Rows of numbers are numpy arrays on the binary wire and lists on JSON."""
     lease_id: str
     """Id of the lease."""
     step: int
-    """Step of the server."""
+    """Step number that the server gave the batch."""
     min_version: int
     """Oldest policy version in the batch."""
     max_version: int
@@ -225,7 +228,7 @@ def field_of(body: Mapping[str, Any], name: str, url: str) -> Any:
 
 
 def epoch_of(response: Response) -> int | None:
-    """Return ``X-Epoch``; None from a server without epochs."""
+    """Return the value of ``X-Epoch``; None from a server without epochs."""
     text = response.headers.get("x-epoch", "")
     return int(text) if text.isdigit() else None
 
@@ -246,8 +249,8 @@ def check_response(response: Response, url: str) -> Response:
 
 
 def _detail(response: Response) -> str:
-    """Return the server's explanation: a text, or the list of a 422 as ``body.0.tokens:
-    message``."""
+    """Return the server's explanation: its text, or the error list of a 422 formatted as
+    ``body.0.tokens: message``."""
     try:
         detail = json.loads(response.body)["detail"]
     except (ValueError, KeyError, TypeError):
@@ -263,26 +266,26 @@ def _detail(response: Response) -> str:
 
 
 BATCHES_AHEAD = 3
-"""Queued batches from which a producer should pause."""
+"""Number of queued batches from which a producer should pause."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Advice for a producer."""
+    """Advice for a producer on how fast to produce."""
 
     pause: bool
-    """Whether enough is queued, so that nothing new should be started."""
+    """Whether to start nothing new, because enough is queued."""
     workers: int
-    """Groups that may be in progress at once."""
+    """Maximum number of groups to work on at once."""
     done: bool
-    """Whether the queue suffices for the rest of the run."""
+    """Whether the queue already holds enough for the rest of the run."""
     status: EnvStatus
     """Values from which the advice was computed."""
 
 
 def pace(status: EnvStatus, env: EnvRegistration) -> Pace:
-    """Return the advice for one environment. With an unknown batch size (below 1), no environment
-    has to pause."""
+    """Return the advice for one environment. If the batch size is unknown (below 1), the advice is
+    never to pause."""
     batch = max(1, env.batch_size)
     group = max(1, env.group_size)
     queued = status.queue_size * group

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.1
 _MAX_POLL_S = 1.0
 _LOG_EVERY_S = 10.0
-"""Seconds between two log lines about failed attempts, or about waiting for the server."""
+"""Minimum seconds between two log lines about failed attempts or about waiting for the server."""
 
 
 class AsyncTrajectoryClient:
@@ -179,8 +179,8 @@ class AsyncTrajectoryClient:
         policy_version: int | None = None,
         idempotency_key: str | None = None,
     ) -> PushReceipt:
-        """Push one group, exactly once even if attempts fail. Raises BadGroup before anything is
-        sent."""
+        """Push one group. It is stored exactly once, even if attempts fail and are retried. Raises
+        BadGroup before anything is sent."""
         return await self._push([group], policy_version, idempotency_key, listed=False)
 
     async def push_many(
@@ -190,7 +190,7 @@ class AsyncTrajectoryClient:
         policy_version: int | None = None,
         idempotency_key: str | None = None,
     ) -> PushReceipt:
-        """Push several groups, all or none. Errors like ``push``."""
+        """Push several groups; either all are stored or none. Raises the errors of ``push``."""
         if not groups:
             return PushReceipt(0, 0, (), replayed=False)
         return await self._push(groups, policy_version, idempotency_key, listed=True)
@@ -228,8 +228,8 @@ class AsyncTrajectoryClient:
         )
 
     async def env_status(self) -> EnvStatus:
-        """Return the server's values for this environment; the request also counts as a
-        heartbeat."""
+        """Return the server's queue and batch numbers for this environment; the request also counts
+        as a heartbeat."""
         response = await self._post(
             "/status-env", {"env_id": self._registered_env().env_id}, self._fence()
         )
@@ -239,14 +239,14 @@ class AsyncTrajectoryClient:
         )
 
     async def pace(self) -> Pace:
-        """Return whether to pause, how many groups to work on at once, and whether the run has
-        enough."""
+        """Return advice on how fast to produce: whether to pause, how many groups to work on at
+        once, and whether the run has enough."""
         env = self._registered_env()
         return pace(await self.env_status(), env)
 
     async def wait_for_room(self, timeout_s: float) -> Pace:
-        """Wait until producing makes sense again; after ``timeout_s`` the result still has
-        ``pause``."""
+        """Wait until the advice is no longer to pause, and return it. After ``timeout_s`` seconds,
+        return the last advice, whose ``pause`` is still set."""
         give_up = process_clock.now() + timeout_s
         poll = _POLL_S
         while True:
@@ -257,7 +257,7 @@ class AsyncTrajectoryClient:
             poll = min(_MAX_POLL_S, poll * 1.5)
 
     async def disconnect(self) -> None:
-        """Leave as an environment; pushed groups are still served."""
+        """Unregister as an environment; groups that were pushed can still be served."""
         env = self.env
         self.env = None
         if env is not None:
@@ -340,8 +340,9 @@ class AsyncTrajectoryClient:
             poll = min(_MAX_POLL_S, poll * 1.5)
 
     async def _acknowledge_returned(self) -> None:
-        """Acknowledge the batches that earlier pulls returned. The server's implicit
-        acknowledgement would also include batches whose answers never arrived."""
+        """Acknowledge the batches that earlier pulls returned. They are acknowledged one by one,
+        because the server's implicit acknowledgement would include batches whose answers never
+        arrived."""
         for lease_id in list(self._in_hand):
             try:
                 await self.ack(lease_id)
@@ -350,8 +351,8 @@ class AsyncTrajectoryClient:
                 self._in_hand.discard(lease_id)
 
     async def _give_back(self, broken: Response) -> None:
-        """Return a batch whose response broke off. The server may believe that it arrived, and
-        would keep it until its lease expires."""
+        """Give back a batch whose response broke off. Otherwise the server, which may believe that
+        it arrived, would keep it until its lease expires."""
         if lease_id := broken.headers.get("x-lease-id"):
             try:
                 await self.nack(lease_id)
@@ -394,7 +395,7 @@ class AsyncTrajectoryClient:
         self._in_hand.discard(lease_id)
 
     async def nack(self, lease_id: str) -> None:
-        """Return the batch; the next pull gets it. Raises LeaseLost."""
+        """Give the batch back; the next pull gets it. Raises LeaseLost."""
         self._in_hand.discard(lease_id)
         json_object(await self._post("/batch/nack", {"lease_id": lease_id}), self.url)
 
@@ -404,10 +405,10 @@ class AsyncTrajectoryClient:
         return float(answer["expires_in_s"])
 
     async def set_policy_version(self, version: int) -> None:
-        """Announce the version of the weights that sample rollouts from now on."""
+        """Announce the version of the weights with which rollouts are sampled from now on."""
         await self._post("/policy_version", {"version": version})
 
-    # ---- everyone
+    # ---- queries
 
     async def info(self) -> dict[str, Any]:
         """Return ``batch_size`` and ``max_token_len``; -1 without a trainer."""
@@ -459,8 +460,9 @@ class AsyncTrajectoryClient:
         body: bytes | None = None,
         mend: Callable[[Response], Awaitable[None]] | None = None,
     ) -> Response:
-        """Return the first answer below 500; ``mend`` runs before each new attempt. Raises
-        Unreachable with the last cause after the deadline."""
+        """Send a request, retrying failures, and return the first answer with a status below 500.
+        ``mend`` is called with the failed response before each new attempt. After the deadline,
+        raises Unreachable with the last cause."""
         began = process_clock.now()
         last_log = process_clock.now()
         attempt = 0

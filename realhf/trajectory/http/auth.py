@@ -1,11 +1,11 @@
-"""Which role each path needs, which paths other sites may read, and the names of trainers that
-bring none.
+"""Access rules of the HTTP server: the role that each path needs, the paths that other web sites
+may read, and names for trainers that do not send one.
 
-A trainer that names itself neither in a header nor in the query gets a name as a cookie. Without
-it, all trainers behind one address would count as one and acknowledge each other's batches. The
-cookie is handed out only with answers that carry no batch, and not while another answer carries one
-to the same address: the lease of a batch belongs to the name that asked for it, and no other
-client's pull acknowledges it. Source: docs/reference/trajectory.md 3.10, 3.11.
+A trainer that names itself neither in a header nor in the query is given a name in a cookie.
+Without it, all trainers behind one address would count as one and acknowledge each other's batches.
+The cookie is set only on answers without a batch, and not while an answer with a batch is being
+sent to the same address: a batch's lease belongs to the name that asked for it, and a pull under
+another name would not acknowledge it. Source: docs/reference/trajectory.md 3.10, 3.11.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def _find_files() -> Mapping[str, Traversable]:
 
 
 UI_FILES: Mapping[str, Traversable] = _find_files()
-"""The files of the status page by path. They need no token: the page shows no data before it is
-given one."""
+"""Files of the status page, by URL path. They need no token, because the page shows no data until
+the user enters one."""
 ROLES = "trajectory.roles"
-"""Key of an ASGI scope that holds the roles of the client."""
+"""Key in an ASGI scope under which the client's roles are stored."""
 
 
 class Role(Flag):
-    """What a token allows."""
+    """Permissions that a token grants."""
 
     NOBODY = 0
     PRODUCER = auto()
@@ -63,7 +63,8 @@ class Role(Flag):
 
 
 OPEN_PATHS = frozenset({"/", "/healthz", *UI_FILES, "/docs", "/openapi.json"})
-"""Paths that need no token: signs of life, and pages that show nothing until they are given one."""
+"""Paths that need no token: health checks, and pages that show no data until the user enters a
+token."""
 _BY_PATH = {
     **dict.fromkeys(
         ("/wandb_info", "/info", "/status", "/latest_example", "/reset_data", "/envs", "/buffers", "/leases",
@@ -74,8 +75,8 @@ _BY_PATH = {
     "/disconnect-env": Role.PRODUCER, "/status-env": Role.PRODUCER, "/scored_data": Role.PRODUCER,
     "/scored_data_list": Role.PRODUCER, "/quarantine/requeue": Role.ADMIN,
 }  # fmt: skip
-"""The roles that may use each path; the administrator may use all of them. No other path is
-served."""
+"""Roles that may use each path; the administrator may use all of them. Any other path is
+unknown."""
 
 
 def route_path(scope: Scope) -> str:
@@ -86,7 +87,7 @@ def route_path(scope: Scope) -> str:
 
 
 def needed_roles(method: str, path: str) -> Role | None:
-    """Return the roles of which a client needs one; None for an unknown path."""
+    """Return the roles of which a client needs at least one; None for an unknown path."""
     path = path.rstrip("/") or "/"  # with a slash it is redirected
     if path in OPEN_PATHS:
         return Role.ANY
@@ -100,13 +101,14 @@ _VALUE = re.compile(r"[0-9a-f]{32}")
 
 
 def cookie_name(request: Request) -> str | None:
-    """Return the name that a client got as a cookie; None without one."""
+    """Return the trainer name in the request's cookie; None without a valid one."""
     value = request.cookies.get(COOKIE, "")
     return value if _VALUE.fullmatch(value) else None
 
 
 def new_cookie(request: Request) -> dict[str, str]:
-    """Return the headers that give a client a name as a cookie; {} for a client that has a name."""
+    """Return the headers that set a cookie with a new trainer name; {} if the client already has a
+    name."""
     if (
         request.headers.get("x-trainer-id")
         or request.query_params.get("trainer_id")
@@ -120,9 +122,9 @@ READ_PATHS = frozenset({
     "", "/wandb_info", "/info", "/status", "/envs", "/buffers", "/leases", "/quarantine", "/healthz", "/readyz",
     "/metrics", "/ui", "/docs", "/redoc", "/openapi.json",
 })  # fmt: skip
-"""Paths that any page may read: a GET changes nothing there (as it does at ``/batch``,
-``/status-env`` and ``/reset_data``), and shows nothing of the training data (as ``/latest_example``
-and ``/ui/data`` do)."""
+"""Paths that pages of any web site may read. A GET of these changes nothing (unlike ``/batch``,
+``/status-env`` and ``/reset_data``) and shows no training data (unlike ``/latest_example`` and
+``/ui/data``)."""
 
 
 def is_protected(scope: Scope) -> bool:
@@ -171,8 +173,8 @@ def guard_rules(config: TrajectoryConfig) -> GuardRules:
 
 
 def _authorize(scope: Scope, roles: TokenTable[Role] | None) -> Refusal | None:
-    """Leave the roles of a request in ``scope[ROLES]``; return a refusal where they do not suffice.
-    Without tokens (None) a request has all roles."""
+    """Store the client's roles in ``scope[ROLES]`` and return None, or return a refusal if the
+    roles do not suffice. If ``roles`` is None (no tokens are set), every request has all roles."""
     granted = Role.ANY
     if roles is not None:
         granted = reduce(or_, roles.find_grants(bearer_token(scope["headers"])), Role.NOBODY)

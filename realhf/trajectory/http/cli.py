@@ -26,7 +26,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal. Returns the exit code."""
+    """Run the server until a signal stops it. Returns the exit code."""
     arguments = command_line().parse_args(argv)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -68,8 +68,8 @@ def serve(config: TrajectoryConfig) -> int:
 
 
 def uvicorn_config(config: TrajectoryConfig, app: Any) -> uvicorn.Config:
-    """Return the uvicorn settings of the server; warn of one that other machines reach without
-    TLS."""
+    """Return the uvicorn settings of the server. Logs a warning if other machines can reach it
+    without TLS."""
     import uvicorn
 
     if warning := plaintext_warning(config.host, config.tls_cert, config.tls_names):

@@ -1,4 +1,5 @@
-"""The settings of the trajectory server: flags over ``REALHF_TRAJ_*`` variables over defaults.
+"""Settings of the trajectory server. A command-line flag overrides a ``REALHF_TRAJ_*`` variable,
+which overrides the default.
 
 Source: docs/reference/trajectory.md 1.1, 3.8 to 3.12.
 """
@@ -15,7 +16,7 @@ from realhf.web.settings import ServerSettings, SettingError, setting
 from realhf.web.tokens import read_token_lines
 
 SECRETS = ("token", "producer_token", "trainer_token", "admin_token")
-"""Settings that hold a token; ``<name>_file`` may hold it in its place."""
+"""Settings that hold a token; ``<name>_file`` may name a file with the token instead."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +101,12 @@ class TrajectoryConfig(StateOptions, ServerSettings):
 
     @property
     def token_names(self) -> str:
-        """How messages name the settings that let the server listen beyond the loopback."""
+        """Names of the settings that allow the server to listen beyond the loopback, for error
+        messages."""
         return "--token (or --producer-token and --trainer-token), or --insecure"
 
     def secret(self, name: str) -> str:
-        """Return the token of a role, from its file if there is one; "" without. Raises
+        """Return a role's token, read from its file if one is set; "" if the role has none. Raises
         SettingError."""
         token = getattr(self, name)
         path = getattr(self, f"{name}_file")
@@ -120,7 +122,7 @@ class TrajectoryConfig(StateOptions, ServerSettings):
 
     @property
     def all_bodies_bytes(self) -> int:
-        """Bytes that all bodies being served may take together."""
+        """Maximum bytes of all request bodies that are being served at the same time."""
         return self.max_bodies_bytes or 4 * self.max_body_bytes
 
     @property

@@ -29,13 +29,14 @@ from realhf.web.refusal import Refusal
 
 
 def router(service: TrajectoryService) -> APIRouter:
-    """Return the producer's endpoints of one service."""
+    """Return a router with the producer endpoints of ``service``."""
     routes = APIRouter(tags=["environments"])
     engine = service.engine
 
     @routes.post("/register-env")
     async def register_env(env: RegisterEnv, request: Request) -> Response:
-        """Register a rollout handler. It starts when the trainer has asked for its first batch."""
+        """Register a rollout handler. It may start producing once the trainer has pulled its first
+        batch."""
         await engine.read(registry.check_epoch, request.headers.get("x-epoch"))
         key, fingerprint = idempotency(request, request.scope.get(BODY, b""))
         (body, headers), _ = await engine.write(
@@ -45,14 +46,14 @@ def router(service: TrajectoryService) -> APIRouter:
 
     @routes.post("/disconnect-env")
     async def disconnect_env(env: EnvIdentifier) -> Response:
-        """Unregister a rollout handler; its groups stay servable."""
+        """Unregister a rollout handler. Groups that it already pushed can still be served."""
         return answer(await engine.write(registry.disconnect_env, env.env_id))
 
     @routes.get("/status-env", openapi_extra=_STATUS_ENV)
     @routes.post("/status-env", openapi_extra=_STATUS_ENV, operation_id="status_env_post")
     async def status_env(request: Request) -> Response:
-        """Return the numbers that a rollout handler paces itself by. The id is a JSON body or
-        ``?env_id=``."""
+        """Return the queue and batch numbers from which a rollout handler decides how fast to
+        produce. The environment's id is sent as a JSON body or as ``?env_id=``."""
         with service.metrics.time_request("status-env"):
             env_id = _env_id(request)
             await engine.read(registry.check_epoch, request.headers.get("x-epoch"))
@@ -67,7 +68,7 @@ def router(service: TrajectoryService) -> APIRouter:
 
     @routes.post("/scored_data_list", openapi_extra=_body({"type": "array", "items": _GROUP}))
     async def scored_data_list(request: Request) -> Response:
-        """Push groups, all or none."""
+        """Push several groups; either all are stored or none."""
         return await _push(service, request, listed=True)
 
     return routes
@@ -122,7 +123,8 @@ async def _push(service: TrajectoryService, request: Request, *, listed: bool) -
 
 
 def _add_version(groups: list[Incoming], version: int | None) -> list[Incoming]:
-    """Return the groups, with the version of the header where a group has none."""
+    """Return the groups, with ``version`` (from the request header) filled in where a group has no
+    version of its own."""
     if version is None:
         return groups
     return [

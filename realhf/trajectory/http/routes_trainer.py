@@ -1,11 +1,11 @@
-"""The endpoints of trainers: register, pull, acknowledge; and the report whether a batch was sent
+"""Endpoints for trainers (register, pull, acknowledge), and the report of whether a batch was sent
 or lost.
 
 Source: docs/reference/trajectory.md 2.3, 2.8, 3.9, 3.10.
 
-The report is queued right before the last, empty piece, when everything else has left the process.
-So the client cannot ask again before the report counts, and after a kill before it, the batch is
-delivered again.
+The report is queued just before the final, empty chunk of the response, when all earlier chunks
+have left the process. The client therefore cannot send its next request before the report takes
+effect, and if the process is killed before the report, the batch is delivered again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from realhf.web.refusal import Refusal
 
 logger = logging.getLogger(__name__)
 DRAINED = "trajectory.drained"
-"""Key of an ASGI scope: whether a batch counts as sent only when it has left the process."""
+"""Key in an ASGI scope; true if a batch counts as sent only once it has left the process."""
 _NOT_REGISTERED = {
     "status": "error",
     "message": "Trainer not registered. Call /register first.",
@@ -50,7 +50,7 @@ _NOT_REGISTERED = {
 
 
 def router(service: TrajectoryService) -> APIRouter:
-    """Return the trainer's endpoints of one service."""
+    """Return a router with the trainer endpoints of ``service``."""
     routes = APIRouter(tags=["trainers"])
     engine = service.engine
 
@@ -101,13 +101,13 @@ def router(service: TrajectoryService) -> APIRouter:
 
     @routes.post("/batch/ack")
     async def ack(lease: Lease) -> Response:
-        """Delete a consumed batch for good. 404: unknown; 409: delivered to another trainer in the
-        meantime."""
+        """Acknowledge a consumed batch and delete it. 404: unknown lease; 409: the batch has since
+        been delivered to another trainer."""
         return answer(await engine.write(delivery.ack, lease.lease_id))
 
     @routes.post("/batch/nack")
     async def nack(lease: Lease) -> Response:
-        """Return a batch; the next trainer that pulls gets it."""
+        """Give a batch back; the next trainer that pulls gets it."""
         return answer(await engine.write(delivery.nack, lease.lease_id))
 
     @routes.post("/batch/renew")
@@ -128,7 +128,7 @@ def _name(request: Request) -> str | None:
 
 
 def _identity(request: Request) -> str:
-    """Return the name of the client, which owns its leases."""
+    """Return the client's name, under which its leases are held."""
     cookie = cookie_name(request)
     peer = request.client.host if request.client else "unknown"
     return _name(request) or (f"cookie {cookie}" if cookie else f"peer {peer}")
@@ -146,7 +146,7 @@ def _pull_request(request: Request) -> PullRequest:
 async def _respond(
     service: TrajectoryService, request: Request, batch: LeasedBatch
 ) -> BatchResponse:
-    """Read and encode a leased batch; a failure before it is sent returns the batch."""
+    """Read and encode a leased batch. If that fails, the batch is given back."""
     msgpack, coding = _accepted_encoding(request)
     try:
         payloads = [group.payload for group in batch.groups]
@@ -183,7 +183,7 @@ async def _respond(
 
 
 def _accepted_encoding(request: Request) -> tuple[bool, str]:
-    """Return whether the client accepts MessagePack, and the content coding that it accepts."""
+    """Return (whether the client accepts MessagePack, the content coding to use for it)."""
     codings = request.headers.get("accept-encoding", "").lower()
     msgpack = accepts_msgpack(request)
     if msgpack and "zstd" in codings:
@@ -192,12 +192,12 @@ def _accepted_encoding(request: Request) -> tuple[bool, str]:
 
 
 _MIN_BYTES = 64 << 10
-"""Bytes that are collected before they are sent together."""
+"""Minimum bytes of one write; smaller pieces are joined first."""
 
 
 class BatchResponse(Response):
-    """The ASGI response of a batch. ``report(sent)`` is called exactly once, and must only queue
-    its work."""
+    """ASGI response that carries a batch. ``report(sent)`` is called exactly once; it must not
+    block, so it may only queue its work."""
 
     def __init__(
         self,

@@ -31,13 +31,14 @@ _NO_EXAMPLE = (
 
 
 def router(service: TrajectoryService) -> APIRouter:
-    """Return the endpoints that any token may read, and those of the administrator."""
+    """Return a router with the endpoints that any token may use, and those for the
+    administrator."""
     routes = APIRouter(tags=["server"])
     engine = service.engine
 
     @routes.get("/")
     async def root() -> dict[str, str]:
-        """Return the greeting of the original server, by which clients recognise it."""
+        """Return the original server's greeting, by which clients recognise the server."""
         return {"message": "AtroposLib API"}
 
     for view in (
@@ -106,11 +107,11 @@ def router(service: TrajectoryService) -> APIRouter:
 
     @routes.get("/readyz")
     async def readyz() -> Response:
-        """Answer whether the state is restored and the store responds."""
+        """Answer 200 if the state is restored and the store accepts a write; otherwise 503."""
         if not service.ready:
             raise Refusal(503, "starting", {"Retry-After": "1"})
         try:
-            # a round of its own: a store that can only be read is not ready
+            # Use a write, because a store that can only be read is not ready.
             await engine.write(views.status)
         except StoreFailure as error:
             raise Refusal(503, str(error), {"Retry-After": "1"}) from error

@@ -1,10 +1,11 @@
-"""The application of the trajectory server: middlewares, routes, errors, the settings of process
-and connections.
+"""ASGI application of the trajectory server: middlewares, routes, error handlers, and settings of
+the process and its connections.
 
-uvicorn buffers up to 64 KiB of an answer in the process. A batch counts as sent only when none of
-it is buffered: after a kill the trainer must have received it whole, or must get it again.
+uvicorn buffers up to 64 KiB of an answer in the process. A batch counts as sent only once none of
+it is buffered: if the process is killed, the trainer has either received the whole batch or gets it
+again.
 
-``uvicorn realhf.trajectory.http.server:app`` serves it with the settings of the environment
+``uvicorn realhf.trajectory.http.server:app`` runs the server with settings from environment
 variables. Source: docs/reference/trajectory.md 1.1, 2.1.
 """
 
@@ -45,13 +46,14 @@ _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
 """``M_TRIM_THRESHOLD`` and ``M_MMAP_THRESHOLD`` of glibc's ``malloc.h``."""
 MAX_CACHED_BYTES = 64 << 20
-"""Bytes of free memory at the end of the heap that the process keeps."""
+"""Maximum bytes of free memory at the end of the heap that the process keeps."""
 _HEAP_BYTES = 16 << 20
-"""Size below which buffers come from the heap; larger ones come straight from the kernel."""
+"""Size below which buffers are allocated from the heap; larger ones are mapped from the kernel."""
 
 
 def keep_buffers() -> bool:
-    """Let the process keep freed buffers. Returns False if the C library has no such setting."""
+    """Configure ``malloc`` to keep freed buffers in the process. Returns False if the C library has
+    no such setting."""
     try:
         tune = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
@@ -60,15 +62,15 @@ def keep_buffers() -> bool:
 
 
 _LOOK_S = 0.002
-"""Seconds between two looks at the buffers of a TLS connection."""
+"""Seconds between two checks of a TLS connection's buffers."""
 
 
 def drained_send(send: Send) -> Send | None:
     """Return a ``send`` that first waits until all earlier writes of the connection have left the
-    process.
+    process. It raises ConnectionResetError if the client has disconnected.
 
-    It raises ConnectionResetError if the client has disconnected. None: the ASGI server does not
-    show its transport as uvicorn does; uvloop hides that of TLS.
+    Returns None if the ASGI server does not expose its transport as uvicorn does, or if the
+    connection uses TLS under uvloop, which hides the transport below.
     """
     transport: Any = getattr(getattr(send, "__self__", None), "transport", None)
     if getattr(transport, "set_write_buffer_limits", None) is None:
@@ -81,8 +83,9 @@ def drained_send(send: Send) -> Send | None:
 
 
 def _through_tls(send: Send, transport: Any, below: Any) -> Send:
-    """Poll both buffers of a TLS connection: the plain bytes, and the encrypted bytes that wait for
-    the kernel. asyncio has no event for the second."""
+    """Return a ``send`` that polls both buffers of a TLS connection, of plain bytes and of
+    encrypted bytes, until they are empty. It polls because asyncio has no event for an empty
+    encrypted buffer."""
 
     async def send_when_drained(message: Message) -> None:
         while not below.is_closing() and (
@@ -97,8 +100,8 @@ def _through_tls(send: Send, transport: Any, below: Any) -> Send:
 
 
 class EpochMiddleware:
-    """Adds the current epoch to every response; a batch already has the epoch in which it was
-    formed."""
+    """Middleware that adds the current epoch to every response, except to batches, which already
+    carry the epoch in which they were formed."""
 
     def __init__(self, app: ASGIApp, epoch: Callable[[], int]) -> None:
         self._app = app
@@ -118,14 +121,15 @@ class EpochMiddleware:
 
 
 class CompressMiddleware:
-    """Compresses answers of 1000 bytes or more with gzip; batches are compressed already."""
+    """Middleware that compresses answers of 1000 bytes or more with gzip, except batches, which are
+    already compressed."""
 
     def __init__(self, app: ASGIApp, level: int) -> None:
         self._app = app
         self._gzip = GZipMiddleware(app, minimum_size=GZIP_FROM_BYTES, compresslevel=max(1, level))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the request, through gzip unless it is for a batch."""
+        """Serve the request; compress the answer unless it is a batch."""
         compressor = (
             self._app if scope["type"] != "http" or route_path(scope) == "/batch" else self._gzip
         )
@@ -134,14 +138,15 @@ class CompressMiddleware:
 
 logger = logging.getLogger(__name__)
 _SWITCH_INTERVAL_S = 0.001
-"""Seconds that a thread that encodes rows may hold the interpreter before the event loop runs."""
+"""Seconds for which an encoder thread may hold the interpreter lock while the event loop waits."""
 
 
 class TrajectoryApp(FastAPI):
-    """The application; it adapts each connection under any ASGI server."""
+    """FastAPI application that adapts each connection, whichever ASGI server runs it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request. A send of a batch returns only when the kernel has the bytes."""
+        """Serve a request. While a batch is sent, ``send`` returns only when the kernel has the
+        bytes."""
         if scope["type"] == "http" and scope["path"].endswith("/batch"):
             drained = drained_send(send)
             scope[DRAINED], send = drained is not None, drained or send
@@ -153,8 +158,8 @@ class TrajectoryApp(FastAPI):
             )
 
     def _without_traceback(self, send: Send) -> Send:
-        """Replace the traceback by one line when the store does not open: its error names the
-        cause."""
+        """Return a ``send`` that replaces the traceback of a store that cannot be opened by one
+        line, because the error's message already names the cause."""
 
         async def send_short(message: Message) -> None:
             if message["type"] == "lifespan.startup.failed" and self.state.start_failure:
@@ -164,7 +169,8 @@ class TrajectoryApp(FastAPI):
         return send_short
 
     def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI schema; with tokens, ``/docs`` has a field for one."""
+        """Return the OpenAPI schema. If tokens are set, the schema makes ``/docs`` show a field for
+        one."""
         if self.openapi_schema is None and self.state.tokens_required:
             schema = super().openapi()
             schema.setdefault("components", {})["securitySchemes"] = {
@@ -175,8 +181,8 @@ class TrajectoryApp(FastAPI):
 
 
 def create_app(config: TrajectoryConfig) -> FastAPI:
-    """Return the application of one configuration; its store opens at the start. Raises
-    SettingError."""
+    """Return the application for a configuration. The store is opened when the application starts.
+    Raises SettingError."""
     service = TrajectoryService(config)
 
     @asynccontextmanager

@@ -1,5 +1,5 @@
-"""The service behind the routes: state engine, parser process, metrics, models of request bodies,
-shared helpers.
+"""Service behind the HTTP routes: the state engine, the parser process, metrics, request body
+models, and helpers shared by the routes.
 
 Source: docs/reference/trajectory.md 2.3 to 2.6, 3.2, 3.9 to 3.11.
 """
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrajectoryService:
-    """Engine, parser process and metrics of one configuration."""
+    """Engine, parser process and metrics of one server configuration."""
 
     def __init__(self, config: TrajectoryConfig) -> None:
         self.config = config
@@ -74,7 +74,8 @@ class TrajectoryService:
         await self.offload.close()
 
     async def latest(self) -> tuple[GroupRecord, bytes] | None:
-        """Return the latest group and its bytes; None if there is none, or its bytes are lost."""
+        """Return the latest group and its bytes; None if there is no such group, or if its bytes
+        are lost."""
         tried = None
         while (
             group := await self.engine.read(views.latest)
@@ -106,7 +107,8 @@ def may_reset(service: TrajectoryService, request: Request) -> bool:
 
 
 def idempotency(request: Request, body: bytes) -> tuple[str | None, str]:
-    """Return key and fingerprint of a request. Raises Refusal 422 for a key that is too long."""
+    """Return the idempotency key of a request (None if it has none) and the request's fingerprint.
+    Raises Refusal 422 for an empty or too long key."""
     key = request.headers.get("idempotency-key")
     if key is None:
         return None, ""
@@ -118,7 +120,8 @@ def idempotency(request: Request, body: bytes) -> tuple[str | None, str]:
 
 
 def integer_header(request: Request, name: str) -> int | None:
-    """Return an integer header, or None. Raises Refusal 422."""
+    """Return the value of an integer header, or None without the header. Raises Refusal 422 if it
+    is not an integer."""
     text = request.headers.get(name)
     if text is None:
         return None
@@ -145,8 +148,8 @@ def _encodable(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_encodable)]
-"""Text that can be encoded. JSON may contain half of a surrogate pair, which no answer and no store
-can hold."""
+"""String that can be encoded as UTF-8. JSON may contain half of a surrogate pair, which cannot be
+sent in an answer or stored."""
 
 
 class Registration(BaseModel):
@@ -190,7 +193,7 @@ class PolicyVersion(BaseModel):
 
 
 class Lease(BaseModel):
-    """A batch by its X-Lease-Id."""
+    """Reference to a batch by its ``X-Lease-Id``."""
 
     lease_id: Text
 
@@ -208,12 +211,12 @@ _COUNTERS = (
     "pushed_groups", "pushed_sequences", "formed", "redelivered", "acked", "nacked", "responses_lost", "refused_full",
     "replayed", "resets", "continued", "store_losses", "replays_forgotten_early",
 )  # fmt: skip
-"""Counters of the state, each a metric."""
+"""Counters of ``TrajectoryState`` that are each exported as a metric."""
 
 
 class Metrics(Collector):
-    """Metrics: latency by kind of request and event-loop lag, and values read from the engine's
-    state."""
+    """Prometheus metrics: request latency by kind, event-loop lag, and values read from the
+    engine's state."""
 
     def __init__(self, engine: StateEngine, bodies: BodyBudget) -> None:
         self._engine, self._bodies, self._process = engine, bodies, psutil.Process()
@@ -244,7 +247,7 @@ class Metrics(Collector):
 
     @contextmanager
     def time_request(self, kind: str) -> Iterator[None]:
-        """Time one request of a kind."""
+        """Context manager that measures the duration of one request of this kind."""
         began = time.perf_counter()
         try:
             yield
@@ -252,15 +255,15 @@ class Metrics(Collector):
             self._latency.labels(kind).observe(time.perf_counter() - began)
 
     def count_delivered(self, behind: int) -> None:
-        """Count a group that was handed out when it was ``behind`` policy versions old."""
+        """Count a delivered group; ``behind`` is its age in policy versions."""
         self._staleness.observe(behind)
 
     def count_unavailable(self) -> None:
-        """Count an answer with status 503."""
+        """Count an answer with HTTP status 503."""
         self._unavailable.inc()
 
     async def watch_loop(self) -> None:
-        """Measure the delay of the event loop until cancelled."""
+        """Measure the event loop's delay repeatedly, until cancelled."""
         while True:
             began = time.perf_counter()
             await asyncio.sleep(_LAG_EVERY_S)
@@ -316,7 +319,8 @@ class Metrics(Collector):
         )
 
     def _by_env(self, name: str, about: str, values: Mapping[int | None, int]) -> Metric:
-        """Sum values by the name of the environment; "none" stands for groups of an unknown one."""
+        """Build a gauge of the values summed by environment name; the label "none" stands for
+        groups of an unknown environment."""
         envs = self._engine.state.envs
         by_name = Tally[str]()
         for env_id, value in values.items():

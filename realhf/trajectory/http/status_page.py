@@ -1,4 +1,4 @@
-"""The status page: static files, and the data that it requests once a second."""
+"""Status page: its static files, and the endpoint whose data the page requests once a second."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MAX_TOKENS = 2000
 
 
 def router(service: TrajectoryService) -> APIRouter:
-    """Serve /ui and the data that it shows."""
+    """Return a router that serves ``/ui`` and the data for it."""
     routes = APIRouter(tags=["server"])
 
     for path, file in UI_FILES.items():

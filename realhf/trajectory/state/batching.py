@@ -1,8 +1,8 @@
 """Batch selection: fair shares, packs, exact fill, minimum allocations, and the original server's
 rule.
 
-The original's rule can deadlock when sizes are not powers of two; ``strict`` accepts that. Source:
-docs/reference/trajectory.md 1.1, 3.3, 3.4, 3.6, 3.12.
+The original server's rule can deadlock if group sizes are not powers of two; ``strict`` accepts
+that. Source: docs/reference/trajectory.md 1.1, 3.3, 3.4, 3.6, 3.12.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from realhf.trajectory.state.queue_index import Lane, QueueIndex, Unit
 
 @dataclass(frozen=True)
 class FairShare:
-    """Shares of environments and the sequences served so far. Environments without a share are one
-    account with the key None."""
+    """Shares of environments and their virtual times before a batch is selected. Environments
+    without a share have one common account with the key None."""
 
     shares: Mapping[int | None, float]
     """Share of each known environment."""
@@ -36,14 +36,14 @@ class FairShare:
 
 @dataclass
 class Ledger:
-    """Accounts while one batch is formed."""
+    """Virtual times and served sequences per account while one batch is being formed."""
 
     fair: FairShare
     """Shares and times before this batch."""
     clock: float = field(init=False)
     """Virtual time of the account that was served last."""
     times: dict[int | None, float] = field(default_factory=dict)
-    """Changed virtual times."""
+    """Virtual times that this batch has changed."""
     served: dict[int | None, int] = field(default_factory=dict)
     """Sequences taken from each environment."""
 
@@ -51,7 +51,7 @@ class Ledger:
         self.clock = self.fair.clock
 
     def key(self, env_id: int | None) -> int | None:
-        """Return the account of an environment: its own, or None without a share."""
+        """Return the key of an environment's account: its own id, or None if it has no share."""
         return env_id if env_id in self.fair.shares else None
 
     def time(self, key: int | None) -> float:
@@ -80,7 +80,7 @@ class Selected:
 
 @dataclass(frozen=True)
 class NotSelected:
-    """No batch can be formed."""
+    """Result of a selection that cannot form a batch."""
 
     reason: str
     """A value of ``X-Batch-Reason``."""
@@ -91,18 +91,18 @@ Pack = list[Unit]
 
 
 def chunks(units: Iterable[Unit], length: int) -> Iterator[Pack]:
-    """Yield complete packs of ``length`` units; an incomplete rest is dropped."""
+    """Yield packs of exactly ``length`` units; units left over at the end are dropped."""
     iterator = iter(units)
     while len(pack := list(islice(iterator, length))) == length:
         yield pack
 
 
 class FairDraw:
-    """Draws packs by weighted fair queueing: always the oldest pack of the account with the
+    """Weighted fair queueing of packs: always draws the oldest pack of the account with the
     smallest virtual time.
 
-    Sources yield packs in the order of their oldest member. A pack uses the turn of that member's
-    environment, and each environment is charged for its own members.
+    Sources yield packs in the order of their oldest member. A pack is drawn on the account of its
+    oldest member, but each environment is charged for its own members.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -113,7 +113,7 @@ class FairDraw:
         self._ticket = count()
 
     def offer(self, source: Iterator[Pack]) -> None:
-        """Add a source, starting with its next pack."""
+        """Add a source of packs, beginning with its next pack."""
         pack = next(source, None)
         if pack is None:
             return
@@ -123,8 +123,8 @@ class FairDraw:
         self._queue_turn(key)
 
     def draw(self) -> tuple[Pack, Iterator[Pack]] | None:
-        """Return the next pack and its source, which is removed until it is offered again; None
-        when all packs are drawn."""
+        """Return the next pack and its source. The source is removed until it is offered again.
+        None if no packs are left."""
         while self._turns:
             time, order, _, key = heapq.heappop(self._turns)
             if self._current.get(key) != (time, order):
@@ -147,12 +147,12 @@ class FairDraw:
         self._queue_turn(key)
 
     def skip(self, pack: Pack) -> None:
-        """Leave out a pack that does not fit; its environment keeps its turn."""
+        """Leave out a pack that does not fit. Its environment is not charged and keeps its turn."""
         self._queue_turn(self.ledger.key(pack[0].env_id))
 
     def _queue_turn(self, key: int | None) -> None:
-        """Queue one turn per account that has packs. An outdated turn stays in the heap but is not
-        in ``_current``."""
+        """Add the account's next turn to the heap, if it has packs. A turn that has become outdated
+        stays in the heap, but is no longer in ``_current``."""
         if not (heads := self._heads.get(key)):
             self._current.pop(key, None)
             return
@@ -163,7 +163,7 @@ class FairDraw:
 
 
 def build_selection(packs: list[Pack], ledger: Ledger) -> Selected:
-    """Return the batch of these packs, ordered by their oldest members."""
+    """Return a batch of these packs, ordered by their oldest members."""
     packs = sorted(packs, key=lambda pack: pack[0].order)
     groups = [member for pack in packs for unit in pack for member in unit.members]
     return Selected(groups, ledger)
@@ -181,8 +181,9 @@ def find_size_problem(size: int, batch_size: int, strict: bool) -> str | None:
 
 
 def select_exact(index: QueueIndex, batch_size: int, fair: FairShare) -> Selected | NotSelected:
-    """Select packs whose length is the least common multiple of the sizes present. If these do not
-    suffice, try again without the largest size, so that a large group never blocks the others."""
+    """Select a batch from packs whose length is the least common multiple of all queued sizes. If
+    these packs do not fill it, try again without the largest size, so that a large group never
+    blocks the others."""
     by_size: dict[int, list[Lane]] = {}
     for (_, size), lane in index.lanes.items():
         if find_size_problem(size, batch_size, strict=False) is None:
@@ -205,8 +206,8 @@ def select_exact(index: QueueIndex, batch_size: int, fair: FairShare) -> Selecte
 
 
 def _list_sources(lanes: Sequence[Lane], length: int) -> Iterator[Iterator[Pack]]:
-    """Yield sources of packs: first packs of single environments, then shared packs of the
-    remaining units of several."""
+    """Yield sources of packs: first packs of a single environment each, then packs of units left
+    over from several environments."""
     remainders = []
     for lane in lanes:
         pack_count, remainder = divmod(len(lane), length)
@@ -281,7 +282,7 @@ def select_with_minimums(
 
 
 def compute_needs(batch_size: int, minimums: Minimums, rounding: str) -> dict[int, int]:
-    """Return the number of sequences that each environment must get, for those with more than 0."""
+    """Return the minimum number of sequences of each environment that has one above 0."""
     required = {}
     for env_id, allocation in minimums:
         exact = batch_size * allocation
@@ -292,8 +293,8 @@ def compute_needs(batch_size: int, minimums: Minimums, rounding: str) -> dict[in
 
 
 def _complete_units(index: QueueIndex, sizes: Sequence[int], batch_size: int) -> Lanes:
-    """Return the units in complete packs of one environment, by environment and size, oldest first,
-    and of each at most what a batch can contain."""
+    """Return the units that form complete packs of one environment, by environment and size, oldest
+    first. Each list is limited to what one batch can contain."""
     unit = lcm(*sizes)
     lanes = {}
     for (env_id, size), lane in index.lanes.items():
@@ -307,7 +308,7 @@ def _complete_units(index: QueueIndex, sizes: Sequence[int], batch_size: int) ->
 
 @dataclass
 class _Attempt:
-    """One attempt with one set of sizes."""
+    """One attempt to form a batch from units of a given set of sizes."""
 
     batch_size: int
     """Sequences of the batch."""
@@ -320,9 +321,9 @@ class _Attempt:
     taken_by_env: dict[int | None, int] = field(default_factory=dict)
     """Sequences taken from each environment."""
     room: int = field(init=False)
-    """Sequences that are still missing."""
+    """Number of sequences that the batch still lacks."""
     remaining: Counter[int] = field(default_factory=Counter)
-    """Units by size that are not chosen yet."""
+    """Number of units not yet chosen, by size."""
 
     def __post_init__(self) -> None:
         self.room = self.batch_size
@@ -367,8 +368,8 @@ class _Attempt:
         }
 
     def _take_minimum(self, env_id: int, required: int, reserved: int) -> None:
-        """Choose the oldest units of one environment until it has its minimum; ``reserved``
-        sequences stay free for the others."""
+        """Choose the oldest units of one environment until it has its minimum. ``reserved``: number
+        of sequences that must stay free for other environments' minimums."""
         lanes = self.lanes[env_id]
         heads = [(units[0].order, size, 0) for size, units in lanes.items()]
         heapq.heapify(heads)
@@ -400,8 +401,8 @@ class _Attempt:
             draw.offer(source)
 
     def _can_fill_after(self, size: int) -> bool:
-        """Return whether the remaining units can fill the room exactly after a unit of this size is
-        taken."""
+        """Return whether the remaining units can exactly fill the rest of the batch after a unit of
+        this size is taken."""
         room = self.room - size
         if room < 0:
             return False
@@ -436,8 +437,8 @@ def _single_packs(units: Sequence[Unit]) -> Iterator[Pack]:
 
 
 def select_strict(index: QueueIndex, batch_size: int, fair: FairShare) -> Selected | NotSelected:
-    """Select groups of packs of any environments until their sizes sum to the batch; no batch if
-    they overshoot. Without shares in ``fair`` the order of arrival counts."""
+    """Select packs of any environments, in the order of arrival if ``fair`` has no shares, until
+    their sizes sum to the batch size. No batch is formed if the sum overshoots."""
     if index.sequences < batch_size:
         return NotSelected("not_enough_sequences" if index.groups else "empty")
     largest = index.max_group_size()
@@ -467,8 +468,8 @@ def select_strict_with_minimums(
     *,
     recheck: bool = False,
 ) -> Selected | NotSelected:
-    """Select the minimums from complete packs of each environment, then the queue in order. Groups
-    without an environment are not packed."""
+    """Select the minimums from complete packs of each environment, then fill the batch from the
+    queue in order. Groups without an environment are not packed."""
     largest = index.max_group_size()
     need = compute_needs(batch_size, minimums, "floor")
     lanes = {
@@ -546,8 +547,8 @@ def _merge_by_completion(sources: list[Iterator[Pack]]) -> Iterator[Pack]:
 
 
 def _draw_packs(sources: list[Iterator[Pack]], ledger: Ledger, arrival: bool) -> Iterator[Pack]:
-    """Yield packs in the order of completion, or by weight if that row of the strict switch is
-    off."""
+    """Yield packs in the order in which they were completed if ``arrival`` is true, otherwise by
+    weight."""
     if arrival:
         for pack in _merge_by_completion(sources):
             for unit in pack:
@@ -579,13 +580,13 @@ def select_batch(
     *,
     strict: bool = False,
 ) -> tuple[list[Group] | None, list[Group], str]:
-    """Return (next batch or None, rest of the queue, reason for no batch) for a queue, oldest
-    first.
+    """Select the next batch from a queue whose groups are ordered from oldest to newest. Return
+    (batch or None, remaining queue, reason why there is no batch).
 
     A group is a mapping with a list of ``tokens`` and optionally an ``env_id``; an environment has
     ``registered_id`` and optionally ``connected``, ``weight`` and ``min_batch_allocation``. Groups
-    of a size that can never be served stay in the queue. ``strict``: use the original's packing
-    rule.
+    of a size that can never be served stay in the queue. ``strict``: use the original server's
+    packing rule.
     """
     index = QueueIndex()
     for order, group in enumerate(groups):

@@ -1,4 +1,4 @@
-"""Delivery of batches to trainers: forming, leases, acknowledgements, redelivery.
+"""Delivery of batches to trainers: forming batches, leases, acknowledgements, redelivery.
 
 Source: docs/reference/trajectory.md 2.8, 3.1, 3.3, 3.4, 3.6, 3.9, 3.10.
 """
@@ -39,7 +39,7 @@ from realhf.web.refusal import Refusal
 
 @dataclass(frozen=True)
 class PullRequest:
-    """A pull of a trainer."""
+    """A trainer's request for a batch."""
 
     identity: str
     """Name of the trainer; if ``anonymous``, its peer address."""
@@ -53,7 +53,7 @@ class PullRequest:
 
 @dataclass(frozen=True)
 class LeasedBatch:
-    """A leased batch; it is durable before it is sent."""
+    """A batch leased to a trainer. The lease is durable before the batch is sent."""
 
     lease_id: str
     """Id of the lease."""
@@ -68,7 +68,7 @@ class LeasedBatch:
 
     @property
     def redelivered(self) -> bool:
-        """Whether it was delivered before."""
+        """Whether the batch was delivered before."""
         return self.attempt > 0
 
     @property
@@ -80,19 +80,19 @@ class LeasedBatch:
 
 @dataclass(frozen=True)
 class NoBatch:
-    """There is no batch."""
+    """Result of a pull for which there is no batch."""
 
     reason: str
     """A value of ``X-Batch-Reason``."""
     unregistered: bool = False
     """Whether no trainer is registered."""
     holding: bool = False
-    """Whether the trainer holds another batch under its current name, which only a pull under that
-    name acknowledges."""
+    """Whether the trainer still holds another batch under its current name. Only a pull under that
+    name acknowledges that batch."""
 
 
 def pull(state: TrajectoryState, now: float, request: PullRequest) -> LeasedBatch | NoBatch:
-    """Form the next batch for a trainer, and acknowledge the batches sent to it earlier. Raises
+    """Acknowledge the batches sent to this trainer earlier, then lease the next batch to it. Raises
     Refusal 404 or 409 for an invalid ``ack``."""
     if not state.run.registered:
         return NoBatch("unregistered", unregistered=True)
@@ -130,8 +130,8 @@ def mark_sent(state: TrajectoryState, now: float, batch: LeasedBatch) -> None:
 
 
 def mark_lost(state: TrajectoryState, now: float, batch: LeasedBatch) -> None:
-    """Return a batch to the head of the queue, because the client disconnected before the response
-    was sent."""
+    """Make a batch available for redelivery, because the client disconnected before the response
+    was sent. If the lease is ``at_most_once``, it is closed instead."""
     lease = _current_lease(state, batch)
     if lease is None:
         return
@@ -143,7 +143,8 @@ def mark_lost(state: TrajectoryState, now: float, batch: LeasedBatch) -> None:
 
 
 def _current_lease(state: TrajectoryState, batch: LeasedBatch) -> LeaseRecord | None:
-    """Return the lease of a response that just ended, if that was its last attempt."""
+    """Return the lease of a batch whose response has just ended; None if it has been given back, or
+    if a later attempt to send it has started."""
     lease = state.leases.get(batch.lease_id)
     return None if lease is None or lease.returned or lease.attempt != batch.attempt else lease
 
@@ -151,9 +152,9 @@ def _current_lease(state: TrajectoryState, batch: LeasedBatch) -> LeaseRecord | 
 def isolate_lost(
     state: TrajectoryState, now: float, batch: LeasedBatch, lost: frozenset[PayloadRef]
 ) -> None:
-    """Quarantine the groups of a batch whose payloads are damaged and put the others back into the
-    queue, so that damaged groups do not block delivery. A step that was never delivered is taken
-    back."""
+    """Quarantine the damaged groups of a batch and put its other groups back into the queue, so
+    that damage does not block delivery. ``lost``: references of the damaged payloads. If the batch
+    is the newest and was never delivered before, its step number is released."""
     lease = state.leases.get(batch.lease_id)
     if lease is None:
         return
@@ -177,8 +178,8 @@ def isolate_lost(
 
 
 def ack(state: TrajectoryState, now: float, lease_id: str) -> dict[str, Any]:
-    """Delete the groups of a lease permanently; idempotent. Raises Refusal 404 (unknown) or 409
-    (since redelivered to another trainer)."""
+    """Delete the groups of a lease for good; idempotent. Raises Refusal 404 (unknown lease) or 409
+    (the batch has been redelivered to another trainer)."""
     lease = state.leases.get(lease_id)
     if lease is not None:
         close_lease(state, now, lease, "acked")
@@ -188,8 +189,8 @@ def ack(state: TrajectoryState, now: float, lease_id: str) -> dict[str, Any]:
 
 
 def nack(state: TrajectoryState, now: float, lease_id: str) -> dict[str, Any]:
-    """Return a batch immediately. Raises Refusal 404 or 409 (already acknowledged, or
-    redelivered)."""
+    """Make a batch available to the next pull at once, without waiting for its lease to expire.
+    Raises Refusal 404 or 409 (already acknowledged, or redelivered)."""
     lease = _find_lease(state, lease_id)
     state.counters["nacked"] += 1
     _update_lease(state, lease, returned=True)
@@ -197,8 +198,8 @@ def nack(state: TrajectoryState, now: float, lease_id: str) -> dict[str, Any]:
 
 
 def renew(state: TrajectoryState, now: float, lease_id: str) -> dict[str, Any]:
-    """Extend a lease by another lease timeout; a trainer that renews has received the batch. Raises
-    Refusal 404 or 409."""
+    """Extend a lease by another lease timeout. The renewal also shows that the trainer has received
+    the batch. Raises Refusal 404 or 409."""
     lease = _find_lease(state, lease_id)
     if lease.returned:
         raise Refusal(409, f"lease {lease_id} was given back")
@@ -235,8 +236,8 @@ def _is_acked_by_pull(lease: LeaseRecord, identity: str) -> bool:
 def _find_redeliverable(
     state: TrajectoryState, now: float, request: PullRequest
 ) -> Iterator[LeaseRecord]:
-    """Yield leases that this trainer must get before a new batch: its own unsent one, returned
-    ones, expired ones."""
+    """Yield the leases that this trainer must get before a new batch: its own batch that was not
+    sent, batches given back, and expired ones."""
     leases = sorted(
         (lease for lease in state.leases.values() if lease.mode != "at_most_once"),
         key=lambda lease: lease.step,
@@ -254,8 +255,8 @@ def _find_redeliverable(
 def _redeliver(
     state: TrajectoryState, now: float, lease: LeaseRecord, request: PullRequest
 ) -> LeasedBatch:
-    """Deliver the same groups and step again. Another identity gets a new lease, and the old one is
-    superseded."""
+    """Deliver the same groups with the same step again. If the trainer's name differs, it gets a
+    new lease and the old one is superseded."""
     state.counters["redelivered"] += 1
     lease_id = lease.lease_id
     if lease.owner != request.identity or lease.sent:
@@ -316,7 +317,7 @@ def _update_lease(state: TrajectoryState, lease: LeaseRecord, **changed: Any) ->
 
 
 def close_lease(state: TrajectoryState, now: float, lease: LeaseRecord, outcome: str) -> None:
-    """End a lease and delete its groups permanently."""
+    """End a lease and delete its groups for good."""
     state.delete("leases", lease.lease_id)
     for key in lease.groups:
         state.delete("groups", key)
@@ -325,12 +326,12 @@ def close_lease(state: TrajectoryState, now: float, lease: LeaseRecord, outcome:
 
 
 STALE_PER_BATCH = 250
-"""Most stale groups moved per pull, so that no pull takes long."""
+"""Maximum number of stale groups moved per pull, so that a pull stays short."""
 
 
 def form(state: TrajectoryState, now: float) -> list[GroupRecord] | NotSelected:
-    """Return the groups of the next batch in the order of delivery and charge their environments.
-    The groups are still in the queue."""
+    """Select the groups of the next batch, in the order of delivery, and charge their environments.
+    The groups stay in the queue."""
     if state.run.batch_size < 1:
         return NotSelected("batch_size_not_positive")
     if _move_stale(state):
@@ -347,8 +348,8 @@ def form(state: TrajectoryState, now: float) -> list[GroupRecord] | NotSelected:
 
 
 def _move_stale(state: TrajectoryState) -> bool:
-    """Remove groups beyond the staleness bound from the queue, or move them to its end; return
-    whether there are more."""
+    """Remove groups beyond the staleness bound from the queue, or move them to its end. Return
+    whether more stale groups remain."""
     stale, more = state.take_stale(STALE_PER_BATCH)
     for group in stale:
         _unbundle(state, state.queue.companions(group))
@@ -366,7 +367,7 @@ def _move_stale(state: TrajectoryState) -> bool:
 
 
 def _unbundle(state: TrajectoryState, members: list[GroupRecord]) -> None:
-    """Dissolve a bundle that lost a member: each remaining member counts alone."""
+    """Dissolve a bundle that lost a member; each remaining member becomes a unit of its own."""
     for member in members:
         alone = msgspec.structs.replace(member, bundle=None, order=state.next_order())
         reason = unservable_reason(state, member.size)

@@ -1,6 +1,7 @@
-"""Command engine: runs commands on the state in rounds, and answers only after the round's commit.
+"""Command engine: runs commands on the state in rounds. A command is answered only after its round
+is committed.
 
-A command is ``fn(state, now, *args)``. Commands that arrive while one round is being committed form
+A command is ``fn(state, now, *args)``. Commands that arrive while a round is being committed form
 the next round, so pushes are committed in groups without a timer. A shared store is locked for the
 duration of a round. Source: docs/reference/trajectory.md 3.11.
 """
@@ -31,10 +32,10 @@ from realhf.web.refusal import Refusal
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 PAUSE_AFTER_FAILURE_S = 0.5
-"""Seconds for which commands are refused immediately after a round failed."""
+"""Seconds after a failed round during which commands are refused at once."""
 PAUSE_AFTER_FAILED_COMPACTION_S = 60.0
-"""Seconds without compaction after it failed, since a failure also refuses the requests of the same
-round."""
+"""Seconds without compaction after a compaction failed, because a failure also refuses the other
+requests of its round."""
 ATTEMPTS = 5
 """Attempts of a round when another instance takes the write lock away."""
 CLOSE_DEADLINE_S = 15.0
@@ -48,15 +49,15 @@ class _PendingCommand:
     command: Callable[..., Any]
     """Function of (state, now, *args)."""
     args: tuple[Any, ...]
-    """Its further arguments."""
+    """Arguments of the function after ``now``."""
     changes_state: bool
     """Whether it may change the state."""
     repeated: bool = False
-    """Whether it is repeated until its changes are durable."""
+    """Whether it is run again after a failure, until its changes are durable."""
     answer: asyncio.Future[Any] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    """Future of its result."""
+    """Future of the function's result."""
 
 
 class SteadyClock:
@@ -70,7 +71,8 @@ class SteadyClock:
         return process_clock.now() + self._offset
 
     def continue_from(self, last: float) -> None:
-        """Never return less than ``last``, the newest recorded time."""
+        """Set the clock forward if needed, so that it never returns less than ``last``, the newest
+        recorded time."""
         self._offset = max(self._offset, last - process_clock.now())
 
 
@@ -84,8 +86,8 @@ class StateEngine:
         self.store = store
         self.state = TrajectoryState(options)
         self.epoch = self.state.run.epoch
-        """Committed epoch; the state may already have a later one while a round is being
-        committed."""
+        """Epoch of the last committed state; ``state`` may already be in a later one while a round
+        is being committed."""
         self._clock = SteadyClock()
         self._tidy_every_s = tidy_every_s
         self._waiting: list[_PendingCommand] = []
@@ -142,8 +144,8 @@ class StateEngine:
 
     async def write(self, command: Callable[..., T], *args: Any) -> T:
         """Run ``command(state, now, *args)`` and return its result once its changes are durable.
-        Raises the command's errors, StoreFailure when nothing was kept, and OutcomeUnknown when it
-        is unknown whether anything was kept."""
+        Raises the command's errors, StoreFailure if nothing was stored, and OutcomeUnknown if it is
+        unknown whether anything was stored."""
         return await self._submit(command, args, True)
 
     async def read(self, command: Callable[..., T], *args: Any) -> T:
@@ -154,8 +156,8 @@ class StateEngine:
         return await self.peek(command, *args)
 
     async def peek(self, command: Callable[..., T], *args: Any) -> T:
-        """Like ``read``, but with the committed changes that this server knows, even while a shared
-        store does not answer."""
+        """Like ``read``, but use the committed changes that this server already knows, so that it
+        works even while a shared store does not answer."""
         if self._committing:
             waiting = _PendingCommand(command, args, False)
             self._readers.append(waiting)
@@ -237,8 +239,9 @@ class StateEngine:
         self._answer(readers, self._execute(readers, {}) if readers else [])
 
     def _undo_round(self, *, certain: bool) -> None:
-        """Restore the committed state. If other instances may have written since, or it is not
-        ``certain`` that nothing was kept, the next round reloads it from the store."""
+        """Restore the committed state. If other instances may have written in the meantime, or if
+        it is not ``certain`` that nothing was stored, the next round reloads the state from the
+        store."""
         self.state.undo()
         if self.store.shared or not certain:
             self._must_reload = True
@@ -296,8 +299,8 @@ class StateEngine:
             self._lost_epoch = known
 
     def _execute_isolated(self, batch: Sequence[_PendingCommand]) -> list[Any]:
-        """Return the results of the commands. A command that fails unexpectedly must not leave
-        partial changes behind: all changes are undone, and the others run again without it."""
+        """Return the commands' results. A command that fails unexpectedly must not leave partial
+        changes behind, so all changes are undone and the other commands run again without it."""
         failed: dict[int, Exception] = {}
         while True:
             if self._lost_epoch is not None:
@@ -330,12 +333,13 @@ class StateEngine:
         return results
 
     async def compact(self) -> int:
-        """Return the unused space of sparse payload files to the disk, and the number of bytes
-        freed. Cheap while there is nothing to gain. Raises StoreFailure."""
+        """Return unused space in sparse payload files to the disk. Returns the number of bytes
+        freed. Cheap if there is nothing to free. Raises StoreFailure."""
         files = self.store.files
         if files is None or not files.is_wasteful(maintenance.held_bytes(self.state)):
             return 0
-        # Collected within a round, because after its commit no other payload can become live again.
+        # The payloads in use are listed within a round, because after its commit no other payload
+        # can become live again.
         groups, closed_files = await self.write(maintenance.find_in_use, files)
         freed = await self.store.compact((group.payload for group in groups), closed_files)
         if freed:

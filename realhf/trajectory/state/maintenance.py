@@ -24,8 +24,8 @@ PER_ROUND = 1000
 
 
 def restart(state: TrajectoryState, now: float) -> None:
-    """Adapt the state to a restart of a server that owns its store: no response is in flight, and
-    every heartbeat clock starts over."""
+    """Adapt the restored state when a server that does not share its store restarts: no response is
+    being sent any more, and the heartbeat timeout of every environment starts over."""
     for env in list(state.envs.values()):
         state.put("envs", env.env_id, msgspec.structs.replace(env, last_seen=now))
     for lease in list(state.leases.values()):
@@ -60,9 +60,9 @@ def tidy(state: TrajectoryState, now: float) -> None:
 
 
 def _expired_envs(state: TrajectoryState, now: float) -> Iterator[int]:
-    """Yield environments that were silent too long and have no data here. The newest environment,
-    and the newest of each recent name, are kept because numbering continues from them. Older names
-    start from 0 again."""
+    """Yield environments that have been silent too long and have no data here. The newest
+    environment, and the newest one of each recent name, are kept because the numbering of new ones
+    continues from them. For older names it starts from 0 again."""
     limit = now - state.options.env_expiry_s
     silent = [env for env in state.envs.values() if env.last_seen < limit]
     if not silent:
@@ -95,7 +95,8 @@ def _old_leases(state: TrajectoryState, now: float) -> Iterator[str]:
 def _too_old(
     state: TrajectoryState, now: float, rows: Mapping[str, Any], time: str
 ) -> Iterator[str]:
-    """Yield the keys of rows that are too old or too many, oldest first."""
+    """Yield the keys of rows that are older than the limit or exceed the maximum number of rows,
+    oldest first."""
     limit = now - state.options.replay_ttl_s
     surplus = len(rows) - state.options.max_replays
     for index, (key, row) in enumerate(islice(rows.items(), PER_ROUND)):
@@ -113,8 +114,7 @@ def _finished_leases(state: TrajectoryState, now: float) -> Iterator[LeaseRecord
 def find_in_use(
     state: TrajectoryState, now: float, files: Segments
 ) -> tuple[list[GroupRecord], dict[int, SegmentFile]]:
-    """Return the groups whose payloads are referenced, and the files that are no longer written
-    to."""
+    """Return the groups whose payloads are in use, and the files that are no longer written to."""
     latest = [state.run.latest] if state.run.latest is not None else []
     return [*latest, *state.groups.values()], files.closed_files()
 

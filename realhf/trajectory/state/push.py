@@ -88,8 +88,9 @@ def _store_groups(
 
 
 def refuse_when_full(state: TrajectoryState, groups: int, nbytes: int) -> None:
-    """Make room for the given groups and bytes, or raise Refusal 503. Never 4xx, because stock
-    clients drop their data then."""
+    """Drop groups from quarantine to make room for the given groups and bytes; raise Refusal 503 if
+    the queue is full. The status is never 4xx, because the original clients would then drop their
+    data."""
     options = state.options
     full = (
         options.max_queue_groups and state.waiting_groups + groups > options.max_queue_groups
@@ -108,8 +109,8 @@ def refuse_when_full(state: TrajectoryState, groups: int, nbytes: int) -> None:
 def _route(
     state: TrajectoryState, now: float, incoming: Incoming, ref: PayloadRef, reasons: set[str]
 ) -> int | None:
-    """Place one group. Returns the number of sequences in its environment's buffer if it belongs
-    there, otherwise None."""
+    """Place one group. If it goes to its environment's mix buffer, return the number of sequences
+    in that buffer, otherwise None."""
     payload = Payload(ref, len(incoming.data), incoming.encoding, incoming.present, incoming.crc)
     version = (
         state.run.current_version if incoming.policy_version is None else incoming.policy_version
@@ -153,8 +154,8 @@ def _buffer_problem(state: TrajectoryState, env: EnvRecord, size: int) -> str | 
 
 
 def _buffer(state: TrajectoryState, group: GroupRecord, env: EnvRecord, reasons: set[str]) -> None:
-    """Hold a group back, and release one set of groups that adds up to the declared group size, if
-    there is one."""
+    """Put a group into the mix buffer. If some groups in the buffer then add up to the declared
+    group size, move them to the queue."""
     buffered = state.buffers.get(env.env_id, {})
     if len(buffered) >= state.options.max_buffered_groups:
         isolate(state, next(iter(buffered.values())), "buffer_full")
@@ -192,8 +193,8 @@ def _enqueue_or_isolate(state: TrajectoryState, group: GroupRecord, reasons: set
 
 
 def _enqueue(state: TrajectoryState, members: list[GroupRecord], *, bundled: bool = False) -> None:
-    """Append groups to the tail of the queue, ``bundled`` ones as one unit. The last one becomes
-    the latest example."""
+    """Append groups to the tail of the queue, as one unit if ``bundled``. The last one becomes the
+    latest example."""
     first = None
     for member in members:
         order = state.next_order()
@@ -205,8 +206,8 @@ def _enqueue(state: TrajectoryState, members: list[GroupRecord], *, bundled: boo
 
 
 MAX_BITS = 1 << 25
-"""Largest product of groups and target for an exact search, which takes a few milliseconds. Only
-the oldest part of a larger buffer is searched."""
+"""Largest product of number of groups and target size for an exact search, which then takes a few
+milliseconds. Of a larger buffer only the oldest part is searched."""
 
 
 def find_set(sizes: Sequence[int], target: int) -> list[int]:

@@ -16,8 +16,8 @@ from realhf.trajectory.state.server_state import TrajectoryState
 
 
 def unservable_reason(state: TrajectoryState, size: int) -> str | None:
-    """Return why a unit of ``size`` sequences can never be part of a batch, or None (also while no
-    trainer is known)."""
+    """Return why a unit of ``size`` sequences can never be part of a batch; None if it can, or
+    while no trainer is registered."""
     if size < 1:
         return "zero_sequences"
     if not state.run.registered:
@@ -28,8 +28,8 @@ def unservable_reason(state: TrajectoryState, size: int) -> str | None:
 
 
 def isolate(state: TrajectoryState, group: GroupRecord, reason: str) -> None:
-    """Put a stored or new group into quarantine; beyond its limits the oldest groups are
-    dropped."""
+    """Put a stored or new group into quarantine. If that exceeds the quarantine's limits, its
+    oldest groups are dropped."""
     state.put(
         "groups",
         group.id,
@@ -46,8 +46,9 @@ def isolate(state: TrajectoryState, group: GroupRecord, reason: str) -> None:
 
 
 def make_room(state: TrajectoryState, groups: int, nbytes: int) -> None:
-    """Drop the oldest groups in quarantine until ``groups`` and ``nbytes`` more fit in the queue.
-    Quarantine counts as held, but is dropped before a push is refused."""
+    """Drop the oldest groups in quarantine until ``groups`` more groups with ``nbytes`` bytes fit
+    in the queue. Groups in quarantine count towards the limits, but are dropped before a push is
+    refused."""
     options = state.options
     total_groups = state.waiting_groups + len(state.quarantine) + groups
     total_bytes = state.waiting_bytes + state.quarantine_bytes + nbytes
@@ -59,9 +60,9 @@ def make_room(state: TrajectoryState, groups: int, nbytes: int) -> None:
 
 
 def _drop_oldest(state: TrajectoryState, groups: int, nbytes: int) -> None:
-    """Delete at least ``groups`` groups and ``nbytes`` bytes from quarantine, as far as possible,
-    and count them. Groups with damaged payloads were valid when they were accepted, so they are
-    kept until they are deleted explicitly."""
+    """Delete at least ``groups`` groups and ``nbytes`` bytes from quarantine, or as much as
+    possible, and count the deleted groups. Groups with damaged payloads are kept until they are
+    deleted explicitly, because they were valid when they were accepted."""
     dropped = 0
     freed = 0
     while dropped < groups or freed < nbytes:
@@ -81,8 +82,8 @@ def _drop_oldest(state: TrajectoryState, groups: int, nbytes: int) -> None:
 
 
 def reconsider_queue(state: TrajectoryState) -> None:
-    """Isolate queued groups that can never be served, after a registration set the batch size or a
-    restart dissolved bundles with lost members."""
+    """Move queued groups that can never be served to quarantine. Called after a registration set
+    the batch size, or after a restart dissolved bundles that lost members."""
     if not any(unservable_reason(state, size) for size in state.queue.sizes()):
         return
     for group in [
@@ -96,8 +97,8 @@ def reconsider_queue(state: TrajectoryState) -> None:
 
 
 def requeue(state: TrajectoryState, now: float, ids: list[int]) -> dict[str, Any]:
-    """Move groups back to the tail of the queue. Those that still cannot be served stay, and the
-    answer lists them."""
+    """Move groups from quarantine back to the tail of the queue. Groups that still cannot be served
+    stay in quarantine, and the answer lists them."""
     requeued = []
     unknown = []
     rejected = {}
@@ -122,7 +123,7 @@ def requeue(state: TrajectoryState, now: float, ids: list[int]) -> dict[str, Any
 
 
 def _staleness_reason(state: TrajectoryState, group: GroupRecord) -> str | None:
-    """Return what keeps a group in quarantine regardless of its size; None if nothing does."""
+    """Return the reason that keeps a group of any size in quarantine; None if there is none."""
     bound = state.max_staleness
     if bound is not None and state.run.current_version - group.policy_version > bound:
         return "too_stale"

@@ -1,5 +1,5 @@
-"""Index of the queue by environment and size, so that forming batches and pacing need no scan of
-the queue.
+"""Index of the queue by environment and size, so that forming batches and pacing producers do not
+scan the queue.
 
 Source: docs/reference/trajectory.md 2.5, 3.3.
 """
@@ -30,7 +30,7 @@ class Bundle:
 
 
 Unit = GroupRecord | Bundle
-"""Smallest object that is packed as a whole."""
+"""Smallest object that is packed: a single group or a bundle."""
 
 
 class Lane:
@@ -97,8 +97,8 @@ class QueueIndex:
         self._bundles: dict[int, Bundle] = {}
 
     def add(self, record: GroupRecord) -> None:
-        """Add a group, at the tail if its order is the highest. A bundle becomes a unit when its
-        last member is added."""
+        """Add a group, normally at the tail: its position follows from its order. A bundle becomes
+        a unit when its last member is added."""
         self._count(record, 1)
         if record.bundle is None:
             self._lane(record.env_id, record.size).add(record)
@@ -115,7 +115,7 @@ class QueueIndex:
             self._lane(record.env_id, size).add(self._bundles[first])
 
     def remove(self, record: GroupRecord) -> None:
-        """Remove a group. The first member that is removed dissolves its bundle."""
+        """Remove a group. Removing any member of a bundle dissolves the bundle."""
         self._count(record, -1)
         if record.bundle is None:
             self._discard(record.env_id, record.size, record.order)

@@ -1,9 +1,9 @@
-"""Registration of the trainer and of environments: heartbeats, epochs, the policy version, and
-idempotent answers.
+"""Registration of the trainer and of environments, heartbeats, epochs, the policy version, and
+stored answers for idempotent requests.
 
 An idempotency key is stored in the same commit as the data. Its fingerprint, CRC-32 and length of
-the body, distinguishes a repeated request from a client's bug; it is no defence against an attack.
-Source: docs/reference/trajectory.md 2.3 to 2.5, 3.2, 3.7, 3.9, 3.10.
+the body, tells a repeated request from a client that reuses a key by mistake; it does not protect
+against an attack. Source: docs/reference/trajectory.md 2.3 to 2.5, 3.2, 3.7, 3.9, 3.10.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from realhf.web.refusal import Refusal
 MIN_WEIGHT = 0.01
 """Smallest share of an environment, so that none starves."""
 _LARGE = 1e12
-"""Largest weight and allocation; products of larger ones would overflow."""
+"""Upper limit of weights and allocations; products of larger values would overflow."""
 _TRAINER_FIELDS = ("max_token_len", "checkpoint_dir", "save_checkpoint_interval", "num_steps")
 """Fields of a registration that a restarted trainer may change."""
 logger = logging.getLogger(__name__)
@@ -43,10 +43,10 @@ def register(
 ) -> Answer:
     """Register a trainer.
 
-    A trainer that names the current run was restarted, or is another rank of it, and continues that
-    run; any other trainer starts a new epoch. ``join``: continue the current run, whichever it is.
-    ``force_new``: start a new run in any case. ``trainer``: the name under which the trainer pulls.
-    Raises Refusal 403 when a run would end that is protected.
+    A trainer that names the current run continues it: it was restarted, or is another rank of the
+    same trainer. Any other trainer starts a new run, in a new epoch. ``join``: continue the current
+    run, whatever its name. ``force_new``: always start a new run. ``trainer``: the name under which
+    the trainer pulls. Raises Refusal 403 if that would end a run that is protected.
     """
     number = uuid.uuid4().int
     headers = {"X-Trainer-Id": str(number)}
@@ -96,8 +96,9 @@ def _is_same_run(run: RunRecord, request: Mapping[str, Any]) -> bool:
 def _continue_run(state: TrajectoryState, request: Mapping[str, Any]) -> None:
     """Continue the run with its queue, environments, leases and steps.
 
-    Steps continue from here even if the trainer starts at an earlier one. Other settings of the
-    trainer may have changed; a staleness bound that it does not mention is kept.
+    The step count continues from the run's own, even if the trainer starts at an earlier step.
+    Other settings of the trainer may have changed; the staleness bound is kept if the trainer does
+    not send one.
     """
     run = state.run
     changed = {name: request[name] for name in _TRAINER_FIELDS}
@@ -126,7 +127,7 @@ def _return_leases(state: TrajectoryState, trainer: str) -> None:
 
 def reset(state: TrajectoryState, now: float) -> None:
     """Delete everything and start the next epoch (docs/reference/trajectory.md 2.9). Strict mode
-    keeps what the original server keeps."""
+    keeps the data that the original server keeps."""
     old = state.run
     run = RunRecord(epoch=old.epoch + 1)
     if state.options.is_strict("forget_on_reset"):
@@ -142,11 +143,11 @@ def reset(state: TrajectoryState, now: float) -> None:
 
 
 def start_epoch_after(state: TrajectoryState, now: float, ended: int) -> None:
-    """Start an epoch after ``ended``, which the store lost completely or in part, unless a later
-    one has started already.
+    """Start an epoch later than ``ended``, which the store lost completely or in part. Does nothing
+    if a later epoch has already started.
 
-    Remaining data is kept. The number of the new epoch is the time in milliseconds: the store may
-    have lost a later epoch than ``ended`` as well, and numbers must be unique.
+    Remaining data is kept. The number of the new epoch is the time in milliseconds, because epoch
+    numbers must be unique and the store may have lost epochs after ``ended`` too.
     """
     if state.run.epoch <= ended:
         state.put_run(msgspec.structs.replace(state.run, epoch=max(ended + 1, int(now * 1000))))
@@ -201,7 +202,7 @@ def disconnect_env(state: TrajectoryState, now: float, env_id: int) -> dict[str,
 
 
 def check_epoch(state: TrajectoryState, now: float, sent: str | None) -> None:
-    """Raise Refusal 409 for a request of an older run. Clients that send no epoch are not fenced.
+    """Raise Refusal 409 for a request of an earlier run. Requests without an epoch are not checked.
 
     Source: docs/reference/trajectory.md 3.2.
     """
@@ -220,12 +221,13 @@ def set_policy_version(state: TrajectoryState, now: float, version: int) -> dict
 
 
 def is_alive(state: TrajectoryState, env: EnvRecord, now: float) -> bool:
-    """Return whether an environment is connected and had a heartbeat within the timeout."""
+    """Return whether an environment is connected and has sent a heartbeat within the timeout."""
     return env.connected and now - env.last_seen <= state.options.heartbeat_timeout_s
 
 
 def heartbeat_due(state: TrajectoryState, now: float, env_id: int) -> bool:
-    """Return whether a heartbeat is worth a write: a tenth of the timeout has passed."""
+    """Return whether a heartbeat should be stored: a tenth of the timeout, but at most 30 seconds,
+    has passed since the last one."""
     env = state.envs.get(env_id)
     return env is not None and now - env.last_seen > min(
         state.options.heartbeat_timeout_s / 10, 30.0
@@ -239,8 +241,7 @@ def heartbeat(state: TrajectoryState, now: float, env_id: int) -> None:
 
 
 def shares(state: TrajectoryState, now: float) -> tuple[dict[int | None, float], float]:
-    """Return the share of each known environment in batches, and the share of all other groups
-    together.
+    """Return (share of each known environment in batches, total share of all other groups).
 
     Source: docs/reference/trajectory.md 3.6.
     """
@@ -257,8 +258,8 @@ def shares(state: TrajectoryState, now: float) -> tuple[dict[int | None, float],
 
 
 def status_env(state: TrajectoryState, now: float, env_id: int) -> dict[str, Any]:
-    """Return the values by which an environment paces itself. The cost is linear in the number of
-    environments.
+    """Return the values from which an environment decides how fast to produce. The cost is linear
+    in the number of environments.
 
     Source: docs/reference/trajectory.md 2.5.
     """
@@ -323,7 +324,8 @@ MAX_KEY_LENGTH = 128
 
 
 class NotYet(NamedTuple):
-    """An ``Answer`` that asks the client to try again; it is not stored for repeated requests."""
+    """``Answer`` that asks the client to try again later; it is not stored under an idempotency
+    key."""
 
     body: dict[str, Any]
     """Body of the response."""
@@ -339,9 +341,9 @@ def run_once(
     command: Callable[..., Answer],
     *args: Any,
 ) -> tuple[Answer, bool]:
-    """Return the answer of ``command(state, now, *args)`` and whether it is a replayed one. Raises
-    Refusal 422 when the key was used for another request, and the command's errors. Only a final
-    answer is stored."""
+    """Return (answer of ``command(state, now, *args)``, whether it is a stored answer to an earlier
+    request with the same key). Only a final answer is stored. Raises Refusal 422 if the key was
+    used for a different request, and the command's errors."""
     if key is None:
         return command(state, now, *args), False
     replay = state.replays.get(key)
@@ -364,7 +366,7 @@ def run_once(
 
 
 def encode_body(body: dict[str, Any]) -> bytes:
-    """Encode an answer as JSON. The 128-bit ``uuid`` of a registration exceeds msgspec's
-    integers."""
+    """Encode an answer as JSON. msgspec is not used for a registration, because its 128-bit
+    ``uuid`` exceeds msgspec's integers."""
     number = body.get("uuid")
     return b'{"uuid":%d}' % number if number is not None else msgspec.json.encode(body)

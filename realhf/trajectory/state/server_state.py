@@ -36,7 +36,8 @@ _INDEXES = (
     "tables", "envs", "groups", "leases", "closed", "replays", "queue", "with_stale", "stale", "buffers", "quarantine",
     "quarantine_bytes", "leased_groups", "waiting_bytes", "_versions",
 )  # fmt: skip
-"""Attributes that ``_empty`` creates, except for the counters of numbers that are never reused."""
+"""Attributes that ``_empty`` creates, except the counters of ids and orders, which are never
+reused."""
 
 
 class TrajectoryState:
@@ -96,7 +97,7 @@ class TrajectoryState:
 
     @property
     def waiting_groups(self) -> int:
-        """Number of groups that count for back-pressure: queued, buffered and leased."""
+        """Number of groups that count towards the queue limit: queued, buffered and leased."""
         return (
             self.queue.groups
             + len(self.stale)
@@ -121,7 +122,8 @@ class TrajectoryState:
         if isinstance(record, GroupRecord):
             if old is not None:
                 self._leave(old)
-                # followers must get groups in the order they entered
+                # Other instances that follow the changes must get groups in the order in which they
+                # entered.
                 self._changes.rows.pop((table, key), None)
             self._enter(record)
         elif isinstance(record, RunRecord):
@@ -210,7 +212,7 @@ class TrajectoryState:
         self._restore_order(touched)
 
     def _restore_order(self, touched: set[str | int | None]) -> None:
-        """Restore the order of restored rows, oldest first."""
+        """Sort the rows that ``undo`` restored, oldest first."""
         by_order = attrgetter("order")
         for env_id in touched & self.buffers.keys():
             held = sorted(self.buffers[env_id].values(), key=by_order)  # type: ignore[index]
@@ -281,7 +283,7 @@ class TrajectoryState:
         return stale, bool(self._versions) and self._versions[0][0] < oldest
 
     def newest_time(self) -> float:
-        """Return the latest time in any record, in seconds since 1970."""
+        """Return the latest time that any record contains, in seconds since 1970."""
         times = (
             *(env.last_seen for env in self.envs.values()),
             *(group.arrived_at for group in self.groups.values()),

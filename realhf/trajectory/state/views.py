@@ -15,15 +15,15 @@ from realhf.trajectory.state.server_state import TrajectoryState
 
 
 def status(state: TrajectoryState, now: float) -> dict[str, Any]:
-    """Return the step, and the number of queued groups (not sequences, without buffers and
-    leases)."""
+    """Return the current step and the number of queued groups (not sequences; without groups in mix
+    buffers and leases)."""
     if not state.run.registered and state.options.is_strict("status_before_registration"):
         return {"current_step": 0, "queue_size": 0}
     return {"current_step": state.run.step, "queue_size": state.queue.groups + len(state.stale)}
 
 
 def info(state: TrajectoryState, now: float) -> dict[str, Any]:
-    """Return the batch size in sequences and the longest sequence in tokens; -1 each without a
+    """Return the batch size in sequences and the length limit in tokens; both are -1 without a
     trainer."""
     return {"batch_size": state.run.batch_size, "max_token_len": state.run.max_token_len}
 
@@ -40,7 +40,7 @@ def latest(state: TrajectoryState, now: float) -> GroupRecord | None:
 
 def envs(state: TrajectoryState, now: float) -> dict[str, Any]:
     """Return a description of every environment. ``state`` is connected, stale (silent too long) or
-    disconnected; queued in groups and sequences, served in sequences."""
+    disconnected. Queued data is counted in groups and in sequences, served data in sequences."""
     groups = state.queue.env_groups()
     sequences = state.queue.env_sequences()
     items = [

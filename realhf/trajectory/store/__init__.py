@@ -1,2 +1,2 @@
-"""Storage of the server's state and payloads: one module per medium behind the interface of
-``base``."""
+"""Storage of the server's state and payloads: one module per storage medium, all implementing the
+interface in ``base``."""

@@ -1,7 +1,8 @@
-"""Store interface: rows of small tables, committed in order, and payloads next to them.
+"""Store interface. A store keeps rows of small tables, which are committed in order, and the
+payloads that the rows refer to.
 
 The engine executes commands on a state in memory and passes their changes to ``commit``; no request
-is answered before it returns. Source: docs/reference/trajectory.md 3.11.
+is answered before ``commit`` returns. Source: docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ from realhf.trajectory.store.segments import SegmentFile, Segments
 
 
 class StoreFailure(RuntimeError):
-    """The medium failed (disk full, server away), so nothing of the request counts as kept.
+    """Raised if the storage medium failed (disk full, server unreachable). The request must be
+    treated as not stored.
 
-    The text states the cause. The next ``reload`` returns what was really kept.
+    The message states the cause. The next ``reload`` returns what was really stored.
     """
 
 
 class OutcomeUnknown(StoreFailure):
-    """A commit was sent and its outcome cannot be determined now: it may have been kept, or not."""
+    """Raised if a commit was sent and it cannot be determined now whether it was stored."""
 
 
 class PayloadLost(StoreFailure):
-    """Payloads were read and differ from what was stored, or the medium reports that it does not
-    have them. Never raised for a failed read. ``refs`` lists them."""
+    """Raised if payloads that were read differ from what was stored, or if the medium reports that
+    it does not have them. Not raised for a failed read. ``refs`` lists the payloads."""
 
     def __init__(self, store: str, refs: Sequence[PayloadRef]) -> None:
         super().__init__(f"{store}: {len(refs)} payloads are missing or damaged")
@@ -35,8 +37,8 @@ class PayloadLost(StoreFailure):
 
 
 class StateLost(RuntimeError):
-    """Another server took the write lock, or changes of other servers can no longer be followed;
-    everything has to be reloaded."""
+    """Raised if another server took the write lock, or if other servers' changes can no longer be
+    followed. Everything has to be reloaded."""
 
 
 Key = int | str
@@ -93,15 +95,16 @@ class TrajectoryStore(ABC):
 
     @abstractmethod
     async def unstage(self, refs: Sequence[PayloadRef]) -> None:
-        """Discard staged payloads of a command whose commit failed. Payloads that a commit kept
-        after all stay; payloads that a command discarded itself are in ``Changes.freed``."""
+        """Discard payloads staged for a command whose commit failed. Payloads that the commit
+        stored after all are kept. Payloads that a command discards itself are in ``Changes.freed``
+        instead."""
 
     @abstractmethod
     async def commit(self, changes: Changes) -> None:
-        """Make changes durable, in the order of the calls. Raises StoreFailure (nothing kept),
-        OutcomeUnknown or StateLost. The engine undoes the changes after the first, and calls
-        ``reload`` after the others and whenever the store is shared. Raises nothing once the
-        changes are durable."""
+        """Make changes durable, in the order of the calls. Raises StoreFailure (nothing was
+        stored), OutcomeUnknown or StateLost; never raises once the changes are durable. After
+        StoreFailure the engine undoes the changes; after the other errors, and always for a shared
+        store, it calls ``reload``."""
 
     @abstractmethod
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
@@ -111,23 +114,23 @@ class TrajectoryStore(ABC):
     async def compact(
         self, live: Iterable[Payload], closed_files: Mapping[int, SegmentFile]
     ) -> int:
-        """Free the space of all payloads except ``live`` in those of the ``closed_files`` that are
-        mostly empty, and return the number of bytes. ``live`` must contain every payload that any
-        commit may have kept; a thread iterates over it. Raises StoreFailure."""
+        """Free the space of payloads not in ``live``, in those ``closed_files`` that are mostly
+        empty. Return the number of bytes freed. ``live`` must contain every payload that any commit
+        may have stored; a thread iterates over it. Raises StoreFailure."""
         raise AssertionError(f"{self.name} has no files")
 
     async def begin(self) -> list[Changes]:
-        """Take the write lock of a shared store and return what others committed since the last
+        """Take a shared store's write lock and return what other servers committed since the last
         call. Raises StateLost, StoreFailure."""
         raise AssertionError(f"one server has {self.name} for itself")
 
     async def abandon(self) -> None:
-        """Release the write lock of a shared store without a commit."""
+        """Release a shared store's write lock without a commit."""
         raise AssertionError(f"one server has {self.name} for itself")
 
     async def follow(self) -> list[Changes]:
-        """Return what others committed to a shared store since the last call, without the lock.
-        Raises like ``begin``."""
+        """Return what other servers committed to a shared store since the last call, without taking
+        the lock. Raises the errors of ``begin``."""
         raise AssertionError(f"one server has {self.name} for itself")
 
     @abstractmethod
@@ -135,8 +138,8 @@ class TrajectoryStore(ABC):
         """Return everything that was committed to an open store. Raises StoreFailure."""
 
     def now(self) -> float | None:
-        """Return the common time of all servers of a shared store, in seconds since 1970; None for
-        a store with one server."""
+        """Return the time that all servers of a shared store agree on, in seconds since 1970; None
+        for a store used by one server."""
         return None
 
     def take_loss(self) -> str:
@@ -146,4 +149,4 @@ class TrajectoryStore(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Release the medium."""
+        """Close the store."""

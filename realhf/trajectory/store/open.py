@@ -1,5 +1,5 @@
-"""Store lookup by address, ``sqlite:DIR``, ``memory`` or ``redis://host:port/db``, and the store in
-memory."""
+"""Choice of the store for an address (``sqlite:DIR``, ``memory`` or ``redis://host:port/db``), and
+the in-memory store."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from realhf.trajectory.store.sqlite import SqliteStore
 
 
 def open_store(url: str, *, durable: bool = False) -> TrajectoryStore:
-    """Return the store for an address without opening it. Raises ValueError for an unknown form of
-    address, or for Redis without the ``redis`` package."""
+    """Return the store for an address, without opening it. Raises ValueError for an address of an
+    unknown form, or for Redis if the ``redis`` package is missing."""
     if url == "memory":
         return MemoryStore()
     if url.startswith("sqlite:") and url != "sqlite:":
@@ -42,7 +42,7 @@ def open_store(url: str, *, durable: bool = False) -> TrajectoryStore:
 
 
 class MemoryStore(TrajectoryStore):
-    """Store in memory; it is lost with the process."""
+    """Store in memory; its data is lost when the process ends."""
 
     name = "memory"
 

@@ -1,10 +1,10 @@
-"""Shared store for several servers: tables, payloads and a log of changes in one Redis.
+"""Store shared by several servers: tables, payloads and a log of changes in one Redis.
 
 A round takes a lock with a fencing token, reads the log entries that it has not seen, and commits
 rows and its own log entry in one script that checks the token. A server that lost the lock writes
-nothing. How much survives the loss of Redis depends on Redis's own configuration (append-only
-file); a server that was running before notices what is missing. No unique number is counted in
-Redis, which may lose the count. Source: docs/reference/trajectory.md 3.11.
+nothing. How much survives if Redis crashes depends on the configuration of Redis (append-only
+file); a server that keeps running notices what is missing. Unique numbers are never counted in
+Redis, because Redis may lose the count. Source: docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from realhf.trajectory.store.base import (
 )
 
 LOCK_MS = 3000
-"""Milliseconds after which the write lock of a hanging server expires."""
+"""Milliseconds after which the write lock expires if its server hangs."""
 LOCK_DEADLINE_S = 10.0
 """Seconds that a round waits for the write lock."""
 LOG_LENGTH = 10_000
@@ -51,7 +51,7 @@ STAGED_EXPIRE_S = 600
 _REF_BITS = 24
 """Bits of the counter in a payload number, below a random prefix of 38 bits per server."""
 _STAGE_ATTEMPTS = 3
-"""Attempts with new payload numbers, if one is taken, before staging fails."""
+"""Attempts to stage payloads; each uses new payload numbers, in case a number is already taken."""
 _BROKEN = (RedisConnectionError, RedisTimeoutError, OSError, RuntimeError)
 """Errors that mean a broken connection. uvloop reports a connection that was closed by the peer as
 a RuntimeError, and the client passes that on."""
@@ -79,7 +79,8 @@ local by = known[1] and known[1][2][2] or ''
 local log = redis.call('XRANGE', KEYS[3], string.format('%d-0', ARGV[1] + 1), '+')
 return {redis.call('TIME'), redis.call('GET', KEYS[2]) or '0', redis.call('GET', KEYS[4]) or '', by, log}
 """
-# The same after taking the lock: ARGV[2] is the token, ARGV[3] its expiry in milliseconds.
+# Returns the same values, after taking the lock. ARGV[2] is the token, ARGV[3] its expiry in
+# milliseconds.
 _BEGIN = f"""
 {_ALLOW_WHEN_FULL}
 if not redis.call('SET', KEYS[1], ARGV[2], 'NX', 'PX', ARGV[3]) then return false end
@@ -172,7 +173,8 @@ class RedisStore(TrajectoryStore):
         return await self.reload()
 
     async def reload(self) -> Snapshot:
-        """Read everything atomically, and detect what Redis has lost since the last time."""
+        """Read everything atomically, and detect whether Redis has lost data since the last
+        read."""
         keys = [*self._keys, f"{self._prefix}:born", *map(self._table, TABLES)]
         try:
             born, version, last, known_loss, tables = await self._redis.eval(
@@ -202,14 +204,14 @@ class RedisStore(TrajectoryStore):
         return self._now
 
     def take_loss(self) -> str:
-        """Return a description of what Redis lost, once."""
+        """Return a description of what Redis lost, or ""; each loss is returned only once."""
         loss = self._loss
         self._loss = ""
         return loss
 
     def _find_loss(self, born: bytes, version: int, last: bytes, known: Sequence[Any]) -> str:
-        """Return a description of known commits that Redis lost. ``known``: the log from the last
-        known commit on, if it is still there."""
+        """Return a description of commits that this server knows and that Redis has lost, or "".
+        ``known``: log entries from the last known commit on, if Redis still has them."""
         if not self._data_id:
             return ""
         if born != self._data_id:
@@ -328,9 +330,9 @@ class RedisStore(TrajectoryStore):
         await self._redis.aclose()
 
     async def _settle(self) -> int:
-        """Find out whether the commit was made when the connection broke during it, and return its
-        version or 0. Afterwards it cannot be made any more, because the lock is released. Raises
-        OutcomeUnknown while Redis is away."""
+        """Return the version of a commit during which the connection broke, or 0 if it was not
+        made. The lock is released, so the commit cannot be made afterwards. Raises OutcomeUnknown
+        while Redis cannot be reached."""
         try:
             entries = await self._run(_SETTLE, self._token, f"{self._version + 1}-0", repeat=True)
         except StoreFailure as error:
@@ -341,7 +343,8 @@ class RedisStore(TrajectoryStore):
         return 0
 
     async def _run(self, script: str, *args: Any, repeat: bool = False) -> Any:
-        """Run one script. Raises StoreFailure, and _ReplyLost for a commit whose reply was lost."""
+        """Run one script and return its result. Raises StoreFailure, or _ReplyLost if a commit was
+        sent and its reply was lost."""
         for attempt in range(4):
             try:
                 return await self._scripts[script](keys=self._keys, args=args)
@@ -422,17 +425,18 @@ def _payload_refs(changes: Changes) -> Iterator[PayloadRef]:
 
 
 def _new_refs() -> Iterator[int]:
-    """Yield payload numbers that no other server and no earlier process of this one uses."""
+    """Yield payload numbers that are not used by another server or by an earlier process of this
+    one."""
     return itertools.count(secrets.randbits(62 - _REF_BITS) << _REF_BITS)
 
 
 def _number(name: bytes) -> int:
-    """Return the commit number of a log entry; -1 for none."""
+    """Return the commit number in the name of a log entry; -1 if there is no entry."""
     return int(bytes(name).partition(b"-")[0] or -1)
 
 
 class _ReplyLost(Exception):
-    """A commit was sent and no answer came."""
+    """Raised if a commit was sent and no reply arrived."""
 
 
 def _fields(pairs: Any) -> dict[bytes, bytes]:

@@ -29,14 +29,15 @@ _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 _MAX_BUFFERS = 512
 """Most payloads in one write; the system limits the buffers of one call."""
 _SLACK_FILES = 2
-"""Mostly empty files that are tolerated before compaction."""
+"""Number of mostly empty files that do not yet trigger compaction."""
 _SPARE_FILES = 1
-"""Emptied files that are kept for reuse, because their disk blocks are already allocated. Together
-with the file that is being written they make up the slack."""
+"""Number of emptied files kept for reuse, because their disk blocks are already allocated. These
+and the file being written account for ``_SLACK_FILES``."""
 
 
 class _Handle:
-    """File descriptor that is closed with its last reference: a read may outlive its file."""
+    """File descriptor that is closed when its last reference is dropped, because a read may outlive
+    its file."""
 
     def __init__(self, path: Path, flags: int = 0) -> None:
         self.number = -1
@@ -49,7 +50,7 @@ class _Handle:
 
 @dataclass(eq=False)
 class SegmentFile:
-    """State of one file."""
+    """State of one segment file."""
 
     path: Path
     """Path of the file."""
@@ -58,7 +59,7 @@ class SegmentFile:
     taken: int = 0
     """Bytes that occupy disk space: the size without holes."""
     room: int = 0
-    """Allocated bytes of a reused file when it was started; otherwise 0."""
+    """Bytes already allocated when a reused file was started; 0 for a new file."""
     live: int = 0
     """Number of references from committed records."""
     staged: int = 0
@@ -92,11 +93,11 @@ class Segments:
         self.waiting_bytes = 0
         """Bytes that are staged and not written yet."""
         self.tight = False
-        """Whether the disk is nearly full, so that no file may be mostly empty."""
+        """Whether the disk is nearly full, so that mostly empty files are no longer tolerated."""
         self._spare: deque[tuple[Path, _Handle]] = deque()
         self._compact_from = 0
-        """Number of the first file that may be compacted; damaged rows may refer to earlier
-        ones."""
+        """Number of the first file that may be compacted; earlier files may be referenced by
+        damaged rows."""
         self._knows_holes = True
         self._new_names = False
         self._active = 0
@@ -121,14 +122,14 @@ class Segments:
                 file.handle = _Handle(file.path)
             except OSError as error:
                 logger.error("%s cannot be opened now, and is left as it is: %s", file.path, error)
-        # a number is never used again
+        # File numbers are never reused.
         self._active = max([self._active, *paths, *map(_number_of, payloads)])
         self._begin_file()
         self._compact_from = self._active if keep_unused else 0
 
     def recount(self, payloads: Iterable[Payload]) -> None:
-        """Count the live references from committed records. Staged payloads among them were
-        committed after all."""
+        """Count the live references in the committed records. A staged payload among them was
+        committed after all, and becomes live."""
         for file in self._files.values():
             file.live = 0
         for payload in payloads:
@@ -137,7 +138,8 @@ class Segments:
                 file.live += 1
 
     def contains(self, payload: Payload) -> bool:
-        """Return whether the payload lies within its file; a payload in a torn tail does not."""
+        """Return whether the payload lies within its file; a payload in a truncated end of the file
+        does not."""
         file = self._files.get(_number_of(payload))
         return file is not None and file.size >= (ref_of(payload) & _OFFSET_MASK) + payload.nbytes
 
@@ -167,7 +169,7 @@ class Segments:
         offsets."""
         written = set()
         for ref, payloads in _runs(staged):
-            # otherwise everything in it has been discarded
+            # The file is missing if everything in it has been discarded.
             if file := self._files.get(ref >> _OFFSET_BITS):
                 file.handle = file.handle or self._new_file(file)
                 _write_all(file.handle.number, ref & _OFFSET_MASK, payloads)
@@ -186,7 +188,7 @@ class Segments:
             )
 
     def drop_written(self, staged: dict[int, bytes]) -> None:
-        """Drop these payloads from memory, because they are written."""
+        """Drop these payloads from memory after they have been written."""
         for ref in staged:
             self._drop_waiting(ref)
 
@@ -251,8 +253,8 @@ class Segments:
         return self.free(())
 
     def is_wasteful(self, held_bytes: int) -> bool:
-        """Return whether the files occupy more than twice the bytes in use plus a slack of a few
-        files."""
+        """Return whether the files occupy more than twice the bytes in use (``held_bytes``) plus a
+        slack of a few files."""
         taken = sum(
             file.on_disk for number, file in self._files.items() if number >= self._compact_from
         )
@@ -300,7 +302,8 @@ class Segments:
         for file in files:
             handle = file.handle
             file.handle = None
-            # One that a single large payload filled is more than was promised to be taken.
+            # A file that grew beyond the limit for a single large payload is not kept, because it
+            # would hold more space than the slack allows.
             if (
                 handle
                 and len(self._spare) < _SPARE_FILES
@@ -342,8 +345,8 @@ class Segments:
         return file
 
     def _new_file(self, file: SegmentFile) -> _Handle:
-        """Open a file for writing, reusing a spare one if possible. A late reader of the old
-        content gets the new bytes and notices by the payload's checksum."""
+        """Open a file for writing, reusing a spare one if possible. A slow reader of the old
+        contents then gets new bytes, and detects that by the payload's checksum."""
         self._new_names = True
         with suppress(IndexError):
             spare, handle = self._spare.pop()

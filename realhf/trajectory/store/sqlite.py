@@ -71,23 +71,24 @@ _LOGGED_BYTES_PER_ROW = 4096
 _WAIT_FOR_CHECKPOINT_BYTES = 128 << 20
 """Size of the write-ahead log at which it is merged before the next commit."""
 _FORMAT = 1
-"""Version of the tables. Since version 1 every row starts with a checksum of its table, its key and
-itself."""
+"""Version of the table format. Since version 1 every row starts with a checksum over its table
+name, its key and its contents."""
 _RESERVE_BYTES = 64 << 20
 _RESERVE_SHARE = 16
-"""Free space below which pushes are refused: at most _RESERVE_BYTES, and at most one part in
-_RESERVE_SHARE of the disk."""
+"""Divisor of the disk size. Pushes are refused below _RESERVE_BYTES of free space, or below this
+fraction of the disk if that is smaller."""
 _BALLAST_BYTES = 16 << 20
 _BALLAST_SHARE = 32
-"""Size of the ballast file, limited in the same way."""
+"""Divisor of the disk size. The ballast file has _BALLAST_BYTES, or this fraction of the disk if
+that is smaller."""
 _MAX_UNREADABLE = 20
-"""Unreadable groups after which the check at the start gives up."""
+"""Maximum number of unreadable groups; beyond it, the check when the store opens gives up."""
 _LOOK_EVERY_S = 0.05
 _LOOK_EVERY_BYTES = 4 << 20
-"""Seconds and pushed bytes after which the free space is checked again."""
+"""Seconds, and bytes pushed, after which the free space is checked again."""
 _CHECKED_BYTES = 64 << 20
-"""Payload bytes at the end of the data that are checked when the store opens; others are checked
-when they are read."""
+"""Bytes of the newest payloads that are checked when the store opens; older ones are checked when
+they are read."""
 
 
 class SqliteStore(TrajectoryStore):
@@ -146,8 +147,9 @@ class SqliteStore(TrajectoryStore):
         self._segments.unstage(ref for ref in refs if isinstance(ref, int))
 
     async def commit(self, changes: Changes) -> None:
-        """Write the payloads, then the rows. Raises StoreFailure if nothing of the commit was kept,
-        or OutcomeUnknown. Housekeeping after the rows cannot fail the commit."""
+        """Write the payloads, then the rows. Raises StoreFailure if nothing of the commit was
+        stored, or OutcomeUnknown. Housekeeping after the rows are written cannot make the commit
+        fail."""
         staged = self._segments.waiting()
         error = await self._attempt(staged, changes)
         if error is not None and _is_full(error) and await self._on_writer(self._make_room):
@@ -169,7 +171,8 @@ class SqliteStore(TrajectoryStore):
             )
 
     async def _attempt(self, staged: dict[int, bytes], changes: Changes) -> Exception | None:
-        """Write payloads and rows; return the error if nothing was kept. Raises OutcomeUnknown."""
+        """Write payloads and rows. Return None, or the error if nothing was stored. Raises
+        OutcomeUnknown."""
         try:
             if staged and (self._durable or sum(map(len, staged.values())) > _INLINE_BYTES):
                 await self._on_writer(self._segments.write, staged, self._durable)
@@ -204,7 +207,7 @@ class SqliteStore(TrajectoryStore):
     async def compact(
         self, live: Iterable[Payload], closed_files: Mapping[int, SegmentFile]
     ) -> int:
-        """Punch holes into the files, one file at a time so that commits get their turn."""
+        """Punch holes into the files, one file at a time so that commits can run in between."""
         freed = 0
         try:
             for number, file, gaps in await asyncio.to_thread(
@@ -216,14 +219,14 @@ class SqliteStore(TrajectoryStore):
         return freed
 
     def take_loss(self) -> str:
-        """Return a description of a loss. Damaged rows of groups and leases are only logged; a
-        damaged run record is a loss."""
+        """Return a description of lost data, or "". Damaged rows of groups and leases are only
+        logged; only a damaged run record counts as a loss."""
         loss = self._loss
         self._loss = ""
         return loss
 
     async def close(self) -> None:
-        """Close database and files. The lock of the folder is released last."""
+        """Close the database and the files; release the folder's lock last."""
         await self._on_writer(self._close_database)
         await self._on_writer(self._drop_spare_ballast)
         await asyncio.to_thread(self._writer.shutdown)
@@ -244,7 +247,7 @@ class SqliteStore(TrajectoryStore):
             os.close(self._lock)
             self._lock = None
             raise StoreFailure(f"{self.name} is in use by another server (pid {owner})") from None
-        # the number only helps a person, and a full disk must not stop the start
+        # The pid is written for people only, and a full disk must not prevent the start.
         with suppress(OSError):
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
@@ -392,8 +395,9 @@ class SqliteStore(TrajectoryStore):
         return self._load()
 
     def _find_torn(self, snapshot: Snapshot) -> set[int]:
-        """Return the ids of groups whose payload differs from what was written. After a power loss
-        without ``durable`` the newest payloads may not have reached the disk, so those are read."""
+        """Return the ids of groups whose payload differs from what was written. Only the newest
+        payloads are read: after a power loss without ``durable`` they may not have reached the
+        disk."""
         groups = sorted(
             (record for record in snapshot["groups"] if isinstance(record, GroupRecord)),
             key=lambda group: ref_of(group.payload),
@@ -535,8 +539,8 @@ _CRC_BYTES = 4
 
 
 def _seal(table: str, key: Any, row: bytes) -> bytes:
-    """Prefix a row with a checksum, so that a damaged row, or a row under another key, is not taken
-    for a record."""
+    """Prefix a row with a checksum of table, key and row, so that a damaged row, or a row stored
+    under another key, is detected."""
     return (
         isal_zlib.crc32(row, isal_zlib.crc32(f"{table} {key}".encode())).to_bytes(
             _CRC_BYTES, "little"
@@ -546,7 +550,7 @@ def _seal(table: str, key: Any, row: bytes) -> bytes:
 
 
 def _unseal(table: str, key: Any, row: Any, decoder: msgspec.msgpack.Decoder[Any]) -> Record | None:
-    """Return the record of a row; None for a damaged one."""
+    """Return the record in a row; None if the row is damaged."""
     if not isinstance(row, bytes) or _seal(table, key, row[_CRC_BYTES:]) != row:
         return None
     try:

@@ -51,11 +51,12 @@ class StreamRun:
 
 
 class TrajectoryDataset:
-    """Registers as the trainer, or continues its run, and pulls batches.
+    """Trainer's view of a trajectory server: it registers as the trainer, or continues its earlier
+    run, and pulls batches.
 
-    The dataset owns the client and closes it; the client must use explicit acks. ``consumed``:
-    leases whose batches were already trained on. Raises TrajectoryError: no server, no permission,
-    no batch in time.
+    The dataset owns the client and closes it; the client must use explicit acks. ``consumed``: ids
+    of leases whose batches were already trained on. Raises TrajectoryError if there is no server,
+    no permission, or no batch in time.
     """
 
     def __init__(
@@ -164,8 +165,8 @@ class TrajectoryDataset:
             )
 
     def _settle_leases(self, consumed: Sequence[str]) -> None:
-        """Resolve the leases after a restart: batches contained in a checkpoint are acknowledged,
-        the others are returned."""
+        """Resolve the leases that are still held after a restart: batches whose training is saved
+        in a checkpoint are acknowledged, all others are given back."""
         mine = [
             lease["lease_id"]
             for lease in self._client.leases()
@@ -182,8 +183,8 @@ class TrajectoryDataset:
 
 
 async def renew_lease(client: AsyncTrajectoryClient, lease_id: str) -> None:
-    """Renew a lease until it ends: immediately, to learn its duration, and then after each third of
-    that time."""
+    """Keep renewing a lease until it ends. The first renewal is immediate, to learn the lease's
+    duration; each further one follows after a third of that time."""
     while True:
         try:
             wait_s = await client.renew(lease_id) / 3

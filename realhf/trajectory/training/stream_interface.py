@@ -1,7 +1,7 @@
-"""Streamed runs: the ``stream_gen`` call that pulls the next batch of a trajectory server, and the
-source of its sample ids.
+"""Streamed runs: the ``stream_gen`` call, which pulls the next batch from a trajectory server, and
+the source of the run's sample ids.
 
-The server decides which groups fill the samples when the batch is pulled, on a model worker.
+A model worker pulls the batch. Only then does the server decide which groups fill the samples.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, eq=False)
 class TrajectoryStreamInterface:
-    """Pulls a batch at every ``generate``.
+    """Model interface that pulls a batch from a trajectory server at every ``generate``.
 
-    The lease of a batch is acknowledged when a checkpoint taken after its train step is complete
-    (``committed``): after a crash before that the batch is delivered again, after a crash later it
-    is not.
+    The lease of a batch is acknowledged once a checkpoint taken after its train step is complete
+    (``committed``). After a crash before that point the batch is delivered again; after a later
+    crash it is not.
     """
 
     group: str
@@ -95,8 +95,8 @@ class TrajectoryStreamInterface:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the leases of batches that were trained on. A run that is stopped within a step
-        may hold one that was not; the server delivers it again."""
+        """Return the leases of the batches that were trained on. The lease of a batch that was
+        pulled but not trained on is left out, so the server delivers that batch again."""
         leases = self._dataset.lease_ids if self._dataset else []
         trained = self._engine is None or self._engine.version > self._pulled_at
         self._saved = (
@@ -171,8 +171,8 @@ class TrajectoryStreamInterface:
 
 
 class BatchSlotSource:
-    """Infinite source of sample ids ``slot<i>@<n>``, with n counting from 0; no values, no
-    metadata."""
+    """Infinite source of the sample ids ``slot<i>@<n>``, where n counts up from 0. Its items have
+    no values and no metadata."""
 
     def __init__(self, seed: int) -> None:
         del seed
@@ -192,7 +192,7 @@ class BatchSlotSource:
         return {"drawn": self._drawn_count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the items that a saved state had drawn."""
+        """Restore a saved position: continue after the items drawn before it was saved."""
         self._drawn_count = int(state["drawn"])
 
     def stats(self) -> dict[str, float]:

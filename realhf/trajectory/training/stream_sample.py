@@ -70,15 +70,16 @@ class RowLimits:
 
 
 class RowProblem(ValueError):
-    """A sequence cannot be trained on; the text is the name of its statistic."""
+    """Raised for a sequence that cannot be trained on; the message is the name of the statistic
+    that counts it."""
 
 
 @dataclass(frozen=True)
 class Converted:
-    """A converted batch."""
+    """Result of converting a batch."""
 
     sample: SequenceSample
-    """The sample."""
+    """The packed sequences of all groups."""
     problems: Mapping[str, int]
     """Number of sequences left out, by reason."""
     rescored: int

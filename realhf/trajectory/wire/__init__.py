@@ -1,2 +1,2 @@
-"""Conversion of groups from and to bytes. Groups are validated once when they arrive, then spliced
-and never encoded twice."""
+"""Conversion of groups from and to bytes. Groups are validated once, when they arrive; their bytes
+are then copied into responses and not encoded again."""

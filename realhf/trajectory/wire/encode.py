@@ -1,7 +1,8 @@
-"""Encoding of responses with groups: converted if the encodings differ, spliced, compressed.
+"""Encoding of responses that contain groups. A group's bytes are converted only if it was pushed in
+another encoding, then joined and compressed.
 
-The gzip segments are joined under one header with one checksum, since some clients read only one
-member. Source: docs/reference/trajectory.md 2.1, 2.6, 3.11.
+Compressed segments are joined under one gzip header with one checksum, because some clients read
+only one gzip member. Source: docs/reference/trajectory.md 2.1, 2.6, 3.11.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ async def encode_batch(
 
 
 async def encode_group(payload: Payload, data: bytes, *, msgpack: bool) -> bytes:
-    """Return one group with all stock keys."""
+    """Return one group with all keys of the original server."""
     if (payload.encoding == Encoding.MSGPACK) == msgpack:
         part = payload.present, data
     else:
@@ -85,7 +86,7 @@ def json_pieces(parts: Sequence[Part]) -> list[Piece]:
 
 
 def json_group(part: Part) -> bytes:
-    """Return one group with all stock keys."""
+    """Return one group with all keys of the original server, as a JSON object."""
     present, data = part
     return b"".join((memoryview(data)[:-1], _json_nulls(present)))
 
@@ -97,7 +98,7 @@ def msgpack_pieces(parts: Sequence[Part]) -> list[Piece]:
 
 
 def msgpack_group(part: Part) -> bytes:
-    """Return one group with all stock keys, as a map."""
+    """Return one group with all keys of the original server, as a MessagePack map."""
     present, data = part
     keys = N_STOCK_FIELDS + (present >> N_STOCK_FIELDS & 1)
     header = bytes([0x80 | keys]) if keys < 16 else b"\xde" + keys.to_bytes(2, "big")
@@ -129,8 +130,7 @@ def _array_header(length: int) -> bytes:
 
 
 def to_json(present: int, data: bytes) -> bytes:
-    """Return the JSON object of a group that was pushed as MessagePack pairs, with the same
-    keys."""
+    """Convert a group that was pushed as MessagePack pairs to a JSON object with the same keys."""
     header = present.bit_count()
     fields = msgspec.msgpack.decode(
         b"\xde" + header.to_bytes(2, "big") + data, type=dict[str, msgspec.Raw]
@@ -143,9 +143,9 @@ def to_json(present: int, data: bytes) -> bytes:
 
 
 def to_msgpack(data: bytes) -> bytes:
-    """Return the MessagePack pairs of a group that was pushed as JSON: i4 or i8 for integers, f8
-    for floats. An integer beyond 64 bits, which MessagePack cannot represent, becomes decimal text.
-    """
+    """Convert a group that was pushed as JSON to MessagePack pairs: i4 or i8 for integers, f8 for
+    floats. An integer beyond 64 bits, which MessagePack cannot represent, becomes a decimal
+    string."""
     parts = []
     for name, raw in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items():
         parts += (msgspec.msgpack.encode(name), _pack_field(name, bytes(raw)))
@@ -172,7 +172,8 @@ def _integer_or_text(digits: str) -> int | str:
 
 
 def rows(tensor: Tensor) -> list[list[int]] | list[list[float]]:
-    """Return lists of Python numbers; the conversion is exact for every dtype."""
+    """Return a tensor's rows as lists of Python numbers; the conversion is exact for every
+    dtype."""
     flat = tensor.values().tolist()
     ends = np.cumsum(tensor.lengths(), dtype=np.int64).tolist()
     return (
@@ -202,7 +203,8 @@ def _tensor(values: Sequence[Sequence[float]], dtype: np.dtype[Any]) -> dict[str
 _HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 _LAST_BLOCK = b"\x03\x00"
 INLINE_BYTES = 64 << 10
-"""Largest batch that is compressed on the event loop, because a thread would cost more."""
+"""Largest batch that is compressed on the event loop; for a small batch a thread would cost
+more."""
 RUN_BYTES = 128 << 10
 """Adjacent pieces up to this size are compressed together in one thread."""
 

@@ -1,5 +1,5 @@
-"""Parsing of request bodies to validated groups, in a separate process if it would block the event
-loop.
+"""Conversion of request bodies to validated groups, in a separate process where parsing would block
+the event loop.
 
 Source: docs/reference/trajectory.md 2.1, 2.6, 3.8.
 """
@@ -27,16 +27,17 @@ from realhf.trajectory.wire import json_groups, lax_groups, msgpack_groups
 from realhf.web.refusal import Refusal
 
 YIELD_BYTES = 128 << 10
-"""Bytes of a body after which the event loop gets its turn, between two groups."""
+"""Bytes of a body after which parsing pauses, between two groups, to let the event loop run."""
 INLINE_BYTES = 4 << 20
 """Size from which bodies are validated in another process."""
 INLINE_BINARY_LIST_BYTES = 16 << 20
-"""The same for MessagePack lists; larger because their tensors cost almost nothing."""
+"""Like ``INLINE_BYTES``, for MessagePack lists; larger, because their tensors are cheap to
+validate."""
 INLINE_LAX_BYTES = 32 << 10
-"""Size of a group on the lax path, which is twenty times slower, from which the body goes to
-another process."""
+"""Size of a group for the lax path from which the body goes to another process, because that path
+is twenty times slower."""
 INLINE_NESTS = 50_000
-"""Objects and arrays in the free fields from which the body goes to another process."""
+"""Number of objects and arrays in the free fields from which the body goes to another process."""
 LocatedGroup: TypeAlias = tuple[Incoming, tuple[int, int] | None]
 """A group and the span of its bytes in the body; None if the group contains its bytes itself."""
 MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
@@ -98,8 +99,8 @@ async def _parse_here(
 async def _parse_elsewhere(
     body: bytes, msgpack: bool, listed: bool, int64: bool, offload: Offload
 ) -> list[Incoming]:
-    """Parse in another process. The body goes there through a file, and spans in the body come
-    back, because pickling it would block the event loop as well."""
+    """Parse in another process. The body is passed through a file, and the groups come back as
+    spans of the body, because pickling the bytes would block the event loop too."""
     try:
         file = await asyncio.to_thread(_spill, body)
     except OSError as error:
@@ -131,7 +132,7 @@ def _spill(body: bytes) -> IO[bytes]:
 
 
 def parse_file(path: str, msgpack: bool, listed: bool, int64: bool) -> list[LocatedGroup]:
-    """Parse the body in a file at once, in another process. Raises Refusal."""
+    """Parse the body in a file without pausing; called in another process. Raises Refusal."""
     loc: list[str | int] = ["body"]
     body = Path(path).read_bytes()
     items = _split(body, loc, msgpack) if listed else [body]
@@ -153,7 +154,8 @@ def parse_file(path: str, msgpack: bool, listed: bool, int64: bool) -> list[Loca
 
 
 def check_json_type(content_type: str | None) -> None:
-    """Raise Refusal 422 for a type other than JSON; a body without a type counts as JSON."""
+    """Raise Refusal 422 for a content type other than JSON; a body without a type is taken as
+    JSON."""
     if not content_type:
         return
     kind = content_type.partition(";")[0].strip().lower()
@@ -187,9 +189,9 @@ CLOSE_S = 5.0
 
 
 class Offload:
-    """Runs picklable functions in one child process, started on first use.
+    """Runs picklable functions in one child process, which is started on first use.
 
-    ``turn`` serialises the parsing of bodies on the event loop, so that it serves other requests
+    ``turn`` serialises the parsing of bodies on the event loop, so that other requests are served
     between two groups.
     """
 
@@ -198,8 +200,9 @@ class Offload:
         self._pool: ProcessPoolExecutor | None = None
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Return the result of ``function(*args)``. A dead child is replaced once, because it may
-        have died earlier. Raises Refusal 503 when the next one dies too, or takes too long."""
+        """Return the result of ``function(*args)``. If the child is dead, a new one is started
+        once, because the old one may have died earlier. Raises Refusal 503 if the new one dies too,
+        or takes too long."""
         try:
             return await self._attempt(function, *args)
         except TimeoutError as error:
@@ -214,7 +217,8 @@ class Offload:
             raise _parser_failure(str(error)) from error
 
     async def close(self) -> None:
-        """Stop the child; a busy child is left to end by itself after a few seconds."""
+        """Stop the child. A child that is still busy after a few seconds is left to end by
+        itself."""
         pool = self._pool
         self._pool = None
         if pool is not None:
@@ -238,8 +242,8 @@ class Offload:
         return self._pool
 
     def _abandon(self, pool: ProcessPoolExecutor) -> None:
-        """Abandon the child. Requests that wait for it may still get their answer; the next body
-        gets another child."""
+        """Stop using the child. Requests that already wait for it may still get their result; the
+        next body uses a new child."""
         if self._pool is pool:
             self._pool = None
         pool.shutdown(wait=False)

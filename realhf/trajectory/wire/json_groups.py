@@ -1,12 +1,12 @@
 """Fast path for JSON: one typed pass over the bytes of a group. The bytes are then kept unchanged,
 except that integers in ``FLOATS`` become floats.
 
-``integer_rows`` and ``float_rows`` take valid JSON (already parsed by msgspec) and answer only if
-the bytes leave no doubt; otherwise they return None and the caller decodes.
+``integer_rows`` and ``float_rows`` take valid JSON (already parsed by msgspec) and return a result
+only if it is certain from the bytes; otherwise they return None and the caller decodes the values.
 
 For anything unusual (a value that needs coercion, an unknown or repeated key, an error)
-``read_group`` returns None, and the lax path decides. Source: docs/reference/trajectory.md 2.6,
-3.8, 3.11.
+``read_group`` returns None, and the lax path parses the group. Source: docs/reference/trajectory.md
+2.6, 3.8, 3.11.
 """
 
 from __future__ import annotations
@@ -35,30 +35,32 @@ from realhf.trajectory.records import (
 
 _COMMA, _OPEN, _CLOSE, _SPACE, _ZERO = b",[] 0"
 _INTEGER_BLOCK = 8
-"""Size of aligned blocks for integers. If no block of this size is all digits, no integer has more
-than 14 digits."""
+"""Size in bytes of the aligned blocks that are checked for digits in integers. If no block consists
+of digits only, no integer has more than 14 digits."""
 _FLOAT_BLOCK = 128
-"""The same for floats, with 254 digits: without a positive exponent such a number is finite."""
+"""Size of the blocks for floats. Without a block of digits only, no number has more than 254 digits
+in a row, so a number without a positive exponent is finite."""
 
 
 def integer_rows(raw: bytes) -> int | None:
-    """Return the number of rows of a ``[[int]]`` whose integers certainly fit 64 bits; None if in
-    doubt."""
+    """Return the number of rows of a ``[[int]]`` if all integers certainly fit 64 bits; None if
+    that is not certain."""
     if raw[-17:-2].isdigit():
         return None  # the last number may lie across the end of the last whole block
     return _count_rows(raw, raw.translate(None, b"0123456789-, "), _INTEGER_BLOCK)
 
 
 def float_rows(raw: bytes) -> int | None:
-    """Return the number of rows of a ``[[float]]`` whose numbers are certainly finite (integers are
-    allowed); None if in doubt."""
+    """Return the number of rows of a ``[[float]]`` (integers are allowed) if all numbers are
+    certainly finite; None if that is not certain."""
     if b"e" in raw and raw.count(b"e") != raw.count(b"e-"):
         return None
     return _count_rows(raw, raw.translate(None, b"0123456789-., e"), _FLOAT_BLOCK)
 
 
 def _count_rows(raw: bytes, brackets: bytes, block: int) -> int | None:
-    """Return the number of rows. ``brackets``: ``raw`` without its numbers."""
+    """Return the number of rows, or None if it or the range of the numbers is not certain.
+    ``brackets``: ``raw`` without its numbers."""
     rows = len(brackets) // 2 - 1
     if brackets != b"[" + b"[]" * rows + b"]":
         return None
@@ -75,8 +77,8 @@ def _count_rows(raw: bytes, brackets: bytes, block: int) -> int | None:
 
 
 def _are_adjacent(data: np.ndarray) -> bool:
-    """Return whether every row directly follows the previous one; a number between rows would be
-    hidden there."""
+    """Return whether every row directly follows the previous one. A number between two rows would
+    otherwise go unnoticed, because numbers are removed before the brackets are checked."""
     opens = np.flatnonzero(data == _OPEN)[2:]
     comma = opens - 1 - (data[opens - 1] == _SPACE)
     return bool(np.all((data[comma] == _COMMA) & (data[comma - 1] == _CLOSE)))
@@ -98,8 +100,8 @@ _INTEGER = re.compile(rb"([\[,\s]-?[0-9]+)(?=[\s,\]])")
 
 
 def convert_integers(raw: bytes) -> bytes:
-    """Return nested lists of numbers with every integer as a float. Trainers convert them to
-    tensors, and integer tensors have no mean."""
+    """Convert every integer in nested lists of numbers to a float. Trainers turn the lists into
+    tensors, and an integer tensor has no mean."""
     if raw.count(b".") == raw.count(b",") + 1:
         return raw  # as many decimal points as numbers, and each number has at most one
     return _INTEGER.sub(rb"\1.0", raw)
@@ -119,8 +121,8 @@ def _decoders() -> tuple[msgspec.json.Decoder[Any], dict[str, msgspec.json.Decod
 
 
 def read_group(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
-    """Read the group in ``data``, one JSON object. Returns None if the lax path has to decide, also
-    if the free fields contain more than ``most_nests`` objects and arrays."""
+    """Read a group from ``data``, one JSON object. Returns None if the lax path has to parse it,
+    also if the free fields contain more than ``most_nests`` objects and arrays."""
     group_decoder, decoders = _decoders()
     data = data.strip(WHITE_SPACE)
     try:
@@ -176,8 +178,8 @@ def read_group(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
 
 
 def read_known(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
-    """Read the group without unknown keys, with the last of repeated keys; None if the lax path has
-    to decide."""
+    """Read a group like ``read_group``, but drop unknown keys and use the last of repeated keys.
+    Returns None if the lax path has to parse it."""
     try:
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -1,6 +1,7 @@
-"""Lax path for JSON: the original server's coercions and error lists, then canonical bytes.
+"""Lax path for JSON: applies the original server's coercions, produces its error lists, and returns
+canonical bytes.
 
-It is slow and exact, and handles what the fast path leaves undecided. Source:
+It is slow and exact, and handles what the fast path cannot decide. Source:
 docs/reference/trajectory.md 2.1, 2.6, 3.8.
 """
 
@@ -30,8 +31,8 @@ errors."""
 
 
 class ScoredData(BaseModel):
-    """Declares one group of sequences as the original server does. Rows may be ragged; nothing is
-    cross-checked."""
+    """Pydantic model of one group of sequences, declared as in the original server. Rows may be
+    ragged; fields are not checked against each other."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -136,7 +137,8 @@ def problems(errors: Sequence[Any], loc: Loc) -> list[dict[str, Any]]:
 
 
 def format_input(value: Any) -> Any:
-    """Return a value as an error may show it: scalars themselves, other values by type."""
+    """Return a value in the form in which an error shows it: scalars unchanged, other values by
+    type name."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, bool) or value is None:

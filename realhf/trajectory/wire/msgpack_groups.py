@@ -1,5 +1,5 @@
-"""Parsing of groups in MessagePack: the same maps as in JSON, with raw tensors for fields that are
-lists of rows of numbers.
+"""Parsing of groups in MessagePack: the same maps as in JSON, except that fields with rows of
+numbers may be raw tensors.
 
 A tensor is ``{"__t__": 1, "dtype": "i4|i8|f2|f4|f8", "lens": u32 LE each, "data": LE row-major}``.
 Source: docs/reference/trajectory.md 3.11.
@@ -34,7 +34,7 @@ INTEGER_DTYPES = ("i4", "i8")
 
 
 class Tensor(msgspec.Struct, forbid_unknown_fields=True):
-    """Rows of numbers."""
+    """Rows of numbers of one dtype, which may differ in length."""
 
     t: Literal[1] = msgspec.field(name="__t__")
     """Marker of a tensor."""
@@ -46,12 +46,13 @@ class Tensor(msgspec.Struct, forbid_unknown_fields=True):
     """The rows, concatenated."""
 
     def lengths(self) -> np.ndarray:
-        """Return the row lengths, uint32 (n,). Raises ValueError if the buffer is no multiple of 4
-        bytes."""
+        """Return the row lengths, uint32 (n,). Raises ValueError if the buffer's size is not a
+        multiple of 4 bytes."""
         return np.frombuffer(self.lens, "<u4")
 
     def values(self) -> np.ndarray:
-        """Return all rows, flat. Raises ValueError when the lengths and the data disagree."""
+        """Return the numbers of all rows as one flat array. Raises ValueError if the lengths do not
+        add up to the data."""
         flat = np.frombuffer(self.data, f"<{self.dtype}")
         if int(self.lengths().sum(dtype=np.uint64)) != len(flat):
             raise ValueError(
@@ -61,7 +62,8 @@ class Tensor(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RowsDecoder:
-    """Decoder of a tensor (a MessagePack map) or plain lists (an array), by the first byte."""
+    """Decoder of a field with rows: a tensor (a MessagePack map) or plain lists (an array), told
+    apart by the first byte."""
 
     def __init__(self, lists: Any) -> None:
         self._lists = msgspec.msgpack.Decoder(lists)
@@ -86,7 +88,8 @@ def decoders() -> dict[str, RowsDecoder | msgspec.msgpack.Decoder[Any]]:
 
 
 def read_group(raw: bytes | memoryview, loc: Loc) -> Incoming:
-    """Read the group in one MessagePack map. Raises Refusal 422 with ``loc``."""
+    """Read a group from a MessagePack map. Raises Refusal 422; ``loc`` is the group's location in
+    the request, for the error."""
     try:
         fields = msgspec.msgpack.decode(raw, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -103,7 +106,7 @@ def read_group(raw: bytes | memoryview, loc: Loc) -> Incoming:
         if name in fields:
             values[name] = check_field(name, fields[name], [*loc, name])
             present |= 1 << bit
-            # its integers are floats by now
+            # Its integers have been converted to floats by now.
             whole = name in FLOATS and isinstance(values[name], list)
             parts += (
                 msgspec.msgpack.encode(name),
