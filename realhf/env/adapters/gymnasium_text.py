@@ -1,9 +1,9 @@
 """Gymnasium environments played in text: ``env.path=gymnasium env.id=ID``. Each instance runs on
 its own thread.
 
-The policy's text is the action: the text itself if the action space is Text, or the name of an
-action if it is Discrete. The policy reads the observation, or what the environment renders as text.
-Source: Gymnasium 1.4, ``Env``.
+The policy's text selects the action: it is the action itself if the action space is Text, or names
+an action if the space is Discrete. The policy reads the observation, or what the environment
+renders as text. Source: Gymnasium 1.4, ``Env``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from realhf.env.loader.validation import (
 EXTRA = "gymnasium"
 """Name of the extra of this package that installs Gymnasium."""
 _MAX_ACTIONS = 1000
-"""Maximum number of actions of a Discrete space, which are all listed in the prompt."""
+"""Maximum number of actions of a Discrete space, because the prompt lists them all."""
 _SUCCESS = ("success", "is_success")
 """Keys of ``info`` in which environments report success."""
 _SOLVED = 1e-9
@@ -123,8 +123,8 @@ class Actions:
     """Characters that a text may contain; empty for any."""
 
     def of(self, text: str) -> int | str:
-        """Return the action that the policy's text selects. Raises ValueError, with a message for
-        the policy, if it selects none."""
+        """Return the action that the policy's text selects. Raises ValueError with a message for
+        the policy if the text selects none."""
         if not self.names:
             return self._text(text)
         word = text.strip().lower()
@@ -195,7 +195,7 @@ class GymnasiumRules:
     """How the environment's answers are interpreted."""
 
     render: bool
-    """Whether the policy reads what is rendered instead of observations."""
+    """Whether the policy reads the rendered text instead of the observation."""
     max_chars: int
     """Maximum number of characters of an observation that the policy reads."""
     success_reward: float
@@ -203,9 +203,9 @@ class GymnasiumRules:
     timeout_s: float
     """Limit in seconds of one call of the environment."""
     max_wrong_turns: int = 10
-    """Number of consecutive turns without an action that end an episode."""
+    """Number of consecutive turns that select no action after which the episode ends."""
     wrong_reward: float = -1.0
-    """Reward of a turn without an action."""
+    """Reward of a turn that selects no action."""
 
 
 class GymnasiumEnvironment:
@@ -259,8 +259,8 @@ class GymnasiumEnvironment:
         return Opening([{"role": "user", "content": text}])
 
     async def step(self, message: AssistantMessage) -> Turn:
-        """Take the action that the text selects; the policy is answered with an explanation if it
-        selects none. Raises EnvironmentFailure."""
+        """Take the action that the text selects, and return the environment's turn. If the text
+        selects no action, the turn explains that to the policy. Raises EnvironmentFailure."""
         if self._done or self._thread is None:
             raise EnvironmentFailure(
                 "lost", f"{self._name}: there is no episode: reset comes first"
@@ -291,8 +291,8 @@ class GymnasiumEnvironment:
                 thread.stop()
 
     async def _run(self, thread: Threads, work: Callable[[], Any], call_name: str) -> Any:
-        """Run ``work`` on the thread and return its result. Raises EnvironmentFailure, also if it
-        does not return in time."""
+        """Run ``work`` on the thread and return its result. Raises EnvironmentFailure, also if
+        ``work`` does not return in time."""
         if self._is_abandoned:
             raise EnvironmentFailure(
                 "lost", f"{self._name}: the call before has not returned; reset starts a new one"
@@ -320,8 +320,9 @@ class GymnasiumEnvironment:
             ) from None
 
     def _call_on_thread(self, work: Callable[[], Any], call_name: str) -> Any:
-        """Run a call on the thread. SystemExit and the like become EnvironmentFailure here, because
-        on the event loop they could not be distinguished from its own."""
+        """Run a call on the thread. SystemExit and similar exceptions are converted to
+        EnvironmentFailure here, because on the event loop they could not be told from the loop's
+        own."""
         try:
             return work()
         except Exception:
@@ -342,7 +343,7 @@ class GymnasiumEnvironment:
 
 
 class _Instance:
-    """One instance of Gymnasium; used by its thread alone."""
+    """One Gymnasium instance; only its own thread uses it."""
 
     def __init__(self, make: Any, rules: GymnasiumRules) -> None:
         self._make = make
@@ -384,8 +385,8 @@ class _Instance:
             env.close()
 
     def _format_observation(self, observation: Any) -> str:
-        """Return what the policy reads: the observation or the rendered text, shortened. Raises
-        BrokenContract if what was rendered is not text."""
+        """Return the text for the policy: the observation or the rendered text, shortened. Raises
+        BrokenContract if the environment rendered something other than text."""
         content = self._env.render() if self._rules.render else observation
         if self._rules.render and not isinstance(content, str):
             raise BrokenContract(
@@ -415,9 +416,9 @@ _HIGHLIGHTED = "highlighted"
 
 
 def without_escapes(text: str) -> str:
-    """Return text for a terminal without its escape sequences, but with their meaning: highlighted
-    text is put in brackets, like the agent's position in ``[S]FFF``, and coloured text follows the
-    name of its colour, like ``(blue:R)``."""
+    """Replace the terminal escape sequences in ``text`` by readable marks: highlighted text is put
+    in brackets, like the agent's position in ``[S]FFF``, and coloured text follows the name of its
+    colour, like ``(blue:R)``."""
     parts = list[str]()
     appearance = ""
     start = 0
@@ -442,7 +443,7 @@ def _apply_sgr_codes(codes: str, appearance: str) -> str:
     ``_HIGHLIGHTED``, or "" for normal text."""
     numbers = iter([int(code or 0) for code in codes.split(";")])
     for code in numbers:
-        # a colour given by its index (5) or its RGB values (2)
+        # A colour given by its index (5) or its RGB values (2).
         if code in (
             38,
             48,

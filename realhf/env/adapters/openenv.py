@@ -1,8 +1,8 @@
 """OpenEnv servers as environments, by their address: ``env.path=openenv env.url=http://host:port``.
 
-The server's pages describe the action (``/schema``), and whether rewards are levels and requests
-are numbered (``/metadata``). Episodes are played over its WebSocket, with one session per instance.
-Source: OpenEnv 0.10, docs/reference/environment.md 2.1.
+The server's pages describe the action (``/schema``), and whether rewards are levels and whether
+requests are numbered (``/metadata``). Episodes are played over its WebSocket, with one session per
+instance. Source: OpenEnv 0.10, docs/reference/environment.md 2.1.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NAME = "openenv"
 _PAUSE_S = 0.2
 """Seconds between two attempts to reach a server."""
 _STOP_S = 1.0
-"""Seconds to wait for the thread that asked the servers to end."""
+"""Seconds to wait for the end of the thread that requested the servers' pages."""
 
 
 @dataclass
@@ -134,7 +134,7 @@ class OpenEnvOptions(RowOptions):
 
 
 class ServerDescription(NamedTuple):
-    """Description of a server by itself."""
+    """What a server says about itself."""
 
     url: str
     """Address of the server."""
@@ -145,15 +145,15 @@ class ServerDescription(NamedTuple):
 
     @property
     def sessions(self) -> int:
-        """Number of sessions that it has at a time."""
+        """Maximum number of concurrent sessions."""
         sessions = self.metadata.get("max_concurrent_envs")
         return sessions if type(sessions) is int and sessions > 0 else 1
 
 
 def build(options: OpenEnvOptions) -> EnvironmentSpec:
-    """Return the specification for servers that answer.
+    """Return the specification for the servers at ``env.url``; all of them must answer.
 
-    Raises ValueError that names the option for an address without a server, servers that serve
+    Raises ValueError naming the option for an address without a server, servers that serve
     different environments, and options that do not fit the server's action.
     """
     urls = parse_urls(options.url)
@@ -184,7 +184,7 @@ def build(options: OpenEnvOptions) -> EnvironmentSpec:
         )
 
     def make(_: str) -> Environment:
-        """Return an environment that tries the next server in turn first."""
+        """Return an environment; successive environments try another server first."""
         first = next(turns) % len(servers)
         return player([partial(client, server) for server in (*servers[first:], *servers[:first])])
 
@@ -204,7 +204,7 @@ def build(options: OpenEnvOptions) -> EnvironmentSpec:
 
 
 Clients = Sequence[Callable[[], OpenEnvClient]]
-"""Functions that return a connection to each server; the first one is tried first."""
+"""Functions that each return a client of one server, in the order in which they are tried."""
 
 
 def _build_action_player(
@@ -248,8 +248,8 @@ def _build_message_player(options: OpenEnvOptions) -> Callable[[Clients], Enviro
 
 
 def parse_urls(value: Any) -> list[str]:
-    """Return the addresses in ``env.url``: a text or a list of texts, each with addresses separated
-    by commas or spaces. Raises ValueError that names the option."""
+    """Return the addresses in ``env.url``, which is a string or a list of strings, each with
+    addresses separated by commas or spaces. Raises ValueError that names the option."""
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, Sequence) or not all(isinstance(part, str) for part in parts):
         raise ValueError(
@@ -275,7 +275,8 @@ def parse_urls(value: Any) -> list[str]:
 
 
 def _strip_list_syntax(text: str) -> str:
-    """Return the items of a list that was given as text, such as ``["http://a", "http://b"]``."""
+    """Remove list syntax from a list that was given as a string, such as ``["http://a",
+    "http://b"]``; return its items, separated as before."""
     text = text.strip()
     if text.startswith("[") and text.endswith("]"):
         return text[1:-1].replace('"', " ").replace("'", " ")
@@ -305,7 +306,7 @@ def _tls(file: str) -> SSLContext | None:
 
 
 def _check_row(row: Row) -> None:
-    """Raise ValueError for a row with a column that the task set fills."""
+    """Raise ValueError for a row with a column whose name the task set uses itself."""
     if "seed" in row.values:
         raise ValueError(f"{row.where}: the column 'seed' is set by the task set; leave it out")
 
@@ -359,7 +360,7 @@ async def _describe_server(
 
 
 def _canonical_json(schema: Any) -> str:
-    """Return a schema as text that is equal for equal schemas."""
+    """Return a schema as a string that is equal for equal schemas."""
     return json.dumps(schema, sort_keys=True)
 
 

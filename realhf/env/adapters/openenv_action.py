@@ -1,9 +1,9 @@
 """Conversion of the policy's turns into actions of an OpenEnv server, and of the server's
 observations into text.
 
-There are three forms of actions. The policy's text fills the only text field of the action; or a
-tool takes the fields of the action as its arguments; or the server lists tools of its own, which
-are called by name (the actions ``list_tools`` and ``call_tool``).
+There are three forms of actions: the policy's text fills the action's only text field; a tool takes
+the action's fields as its arguments; or the server lists its own tools, which are called by name
+(the actions ``list_tools`` and ``call_tool``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from realhf.env.loader.validation import format_value, json_problem, replace_sur
 from realhf.env.openenv_client import EnvError
 
 TOOL_NAME = "act"
-"""Name of the tool that takes the fields of the action."""
+"""Name of the tool whose arguments are the fields of the action."""
 TEXT = "text"
 """Form in which the policy's text fills one field of the action."""
 TOOL = "tool"
@@ -27,7 +27,7 @@ TOOL = "tool"
 LISTED = "listed"
 """Form in which the server's own tools are called."""
 _METADATA_FIELD = "metadata"
-"""Field that every action has and that the policy does not fill."""
+"""Field of every action that the policy does not fill."""
 _GENERIC = frozenset({"Action", "CallToolAction", "ListToolsAction"})
 """Titles of generic action schemas, which mean that the server lists its tools."""
 _MAX_SCHEMA_CHARS = 1 << 16
@@ -37,23 +37,24 @@ _MAX_TOOLS = 64
 
 
 class InvalidAction(ValueError):
-    """The policy's turn is not a valid action; the message is for the policy."""
+    """Raised if the policy's turn is not a valid action; the message is for the policy."""
 
 
 @dataclass(frozen=True)
 class ActionForm:
-    """Form in which a turn becomes an action."""
+    """How a policy's turn is converted to an action: as text in one field, as a call of a tool with
+    the action's fields, or as a call of one of the server's own tools."""
 
     kind: str
     """TEXT, TOOL or LISTED."""
     text_field: str = ""
-    """Field of the action that the policy's text fills."""
+    """Field of the action that holds the policy's text."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """Schemas of the tools, for the policy."""
+    """Tool schemas for the policy."""
     fields: Mapping[str, frozenset[str] | None] = field(default_factory=dict)
-    """Allowed arguments of each tool; None for any."""
+    """Allowed arguments of each tool, by its name; None if any argument is allowed."""
     required: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Required arguments of each tool."""
+    """Required arguments of each tool, by its name."""
 
     def action(self, call: ToolCall) -> dict[str, Any]:
         """Return the action of a call.
@@ -82,16 +83,17 @@ class ActionForm:
         return dict(call.arguments)
 
     def text(self, message: AssistantMessage) -> dict[str, Any]:
-        """Return the action of a turn without tools."""
+        """Return the action for a turn when the policy has no tools."""
         return {self.text_field: replace_surrogates(message.content)}
 
 
 def build_form(schema: Any, requested: str, field_name: str) -> ActionForm | None:
-    """Return the form of an action with this JSON schema; None if the server lists its tools
-    itself.
+    """Return the action form for an action with this JSON schema; None if the server lists its own
+    tools.
 
-    requested: ``auto``, ``text`` or ``tool``. field_name: the field that text fills, "" to choose
-    it. Raises ValueError that names the option that does not fit the schema."""
+    requested: ``auto``, ``text`` or ``tool``. field_name: the field that holds the text; "" chooses
+    it. Raises ValueError naming an option that does not fit the schema.
+    """
     _check_schema(schema, "the schema of its action")
     fields = {name: about for name, about in _fields(schema).items() if name != _METADATA_FIELD}
     if schema.get("title") in _GENERIC and requested == "auto" and not field_name:
@@ -155,7 +157,8 @@ def build_listed_form(listing: Any) -> ActionForm:
 
 
 def _text_field(required: Sequence[str], texts: Sequence[str], *, alone: bool) -> str:
-    """Return the only field that text can fill; "" if there is none or more than one."""
+    """Return the only field that the policy's text can fill; "" if there is none or more than
+    one."""
     if len(required) == 1:
         return required[0] if required[0] in texts else ""
     return texts[0] if not required and alone and texts else ""
@@ -175,7 +178,8 @@ def _tool_form(
 def _tool(
     name: str, about: str, schema: Mapping[str, Any], properties: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a tool in the form of the chat API; definitions of the schema (``$defs``) are kept."""
+    """Return a tool in the format of the chat API; the schema's definitions (``$defs``) are
+    kept."""
     parameters: dict[str, Any] = {"type": "object", "properties": dict(properties)}
     parameters |= {key: schema[key] for key in ("required", "$defs") if key in schema}
     return {
@@ -204,7 +208,7 @@ def _check_schema(schema: Any, name: str) -> None:
 
 
 _WIRE_FIELDS = ("done", "reward", "metadata")
-"""Fields of an observation that belong to the wire and that the policy does not read."""
+"""Fields of every observation that are part of the protocol and are not shown to the policy."""
 _MAX_PROBLEMS = 3
 """Maximum number of problems of a refused action that the policy reads."""
 
@@ -225,8 +229,9 @@ def observation_text(observation: Mapping[str, Any], field: str, max_chars: int)
 
 
 def result_text(observation: Mapping[str, Any], max_chars: int) -> str:
-    """Return the result of a tool of the server, or the reason why it could not be called;
-    shortened to ``max_chars`` characters. Raises ValueError for a value that is not JSON."""
+    """Return the text result of a call of one of the server's tools, or the reason why the tool
+    could not be called; shortened to ``max_chars`` characters. Raises ValueError for a value that
+    is not JSON."""
     if problem := json_problem(observation):
         raise ValueError(problem)
     error = observation.get("error")
@@ -268,8 +273,8 @@ def refusal_text(error: EnvError, max_chars: int) -> str:
 
 
 def cut(text: str, max_chars: int) -> str:
-    """Return a text shortened to ``max_chars`` characters, with a note of how many were left out.
-    Characters that cannot be encoded are replaced."""
+    """Shorten a string to ``max_chars`` characters and append a note with the number of characters
+    left out. Characters that cannot be encoded are replaced."""
     text = replace_surrogates(text)
     return (
         text

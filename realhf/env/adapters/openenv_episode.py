@@ -1,5 +1,5 @@
-"""Episodes on one session of an OpenEnv server, played by actions or, if the server takes them, by
-chat messages."""
+"""Episodes on one OpenEnv session, played by actions or, if the server takes them, by chat
+messages."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ _LABEL_COLUMNS = ("id", "group")
 
 
 def reset_data(task: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Return the data of a reset: the columns of the row, and the seed."""
+    """Return the data sent with a reset: the columns of the task's row, and the seed."""
     return {name: value for name, value in task.items() if name not in _LABEL_COLUMNS} | {
         "seed": seed
     }
 
 
 class ServerSession:
-    """ServerSession of an OpenEnv server, replaced by a new one when it is lost.
+    """Session on an OpenEnv server; it is replaced by a new one when it is lost.
 
-    clients: functions that make a connection to each server; the first one is tried first. opened:
-    called after each new session was opened, to prepare it.
+    clients: functions that each return a client of one server, in the order in which they are
+    tried. on_open: called after each new session is opened, to prepare it.
     """
 
     def __init__(
@@ -90,8 +90,9 @@ class ServerSession:
     ) -> StepResult:
         """Take an action.
 
-        Raises EnvironmentFailure; an EnvError for which ``is_for_policy`` returns true is raised as
-        it is, for the policy."""
+        Raises EnvironmentFailure. An EnvError for which ``is_for_policy`` returns true is raised
+        unchanged, so that it can be shown to the policy.
+        """
         if self._client is None:
             raise EnvironmentFailure("lost", "there is no session: reset comes first")
         return _check_types(await _await_answer(self._client.step(action), is_for_policy))
@@ -109,8 +110,8 @@ class ServerSession:
         return _check_types(await _await_answer(client.reset(**data)))
 
     async def _connect(self) -> OpenEnvClient:
-        """Return the client of the session, or of a new one on the first server that has room.
-        Raises EnvironmentFailure."""
+        """Return the client of the current session, or of a new session on the first server with a
+        free one. Raises EnvironmentFailure."""
         if self._client is not None and self._client.usable:
             return self._client
         await self.close()
@@ -143,8 +144,8 @@ class ServerSession:
 async def _await_answer(
     answer: Awaitable[StepResult], is_for_policy: Callable[[EnvError], bool] = lambda error: False
 ) -> StepResult:
-    """Await an answer. An EnvError for which ``is_for_policy`` returns true is raised as it is;
-    every other error becomes an EnvironmentFailure."""
+    """Await an answer. An EnvError for which ``is_for_policy`` returns true is raised unchanged;
+    any other error becomes an EnvironmentFailure."""
     try:
         return await answer
     except EnvError as error:
@@ -162,8 +163,8 @@ async def _await_answer(
 
 
 def _check_types(result: StepResult) -> StepResult:
-    """Return an answer whose done, reward and observation have valid types. Raises
-    EnvironmentFailure for others."""
+    """Return the answer if its done, reward and observation have valid types; otherwise raise
+    EnvironmentFailure."""
     if not isinstance(result.done, bool):
         raise EnvironmentFailure(
             "internal", f"the server's done must be true or false, not {format_value(result.done)}"
@@ -182,7 +183,7 @@ def _check_types(result: StepResult) -> StepResult:
 
 @contextmanager
 def _contract_errors_as_failures() -> Iterator[None]:
-    """Turn BrokenContract into EnvironmentFailure (internal), as a context manager."""
+    """Context manager that converts BrokenContract to EnvironmentFailure (internal)."""
     try:
         yield
     except BrokenContract as error:
@@ -207,18 +208,18 @@ class OpenEnvRules:
     max_chars: int = 4000
     """Maximum number of characters of an observation that the policy reads."""
     level: bool = False
-    """Whether the last reward counts instead of the sum."""
+    """Whether the episode's return is the last reward instead of the sum of all rewards."""
     success_reward: float = 1.0
     """Minimum return of a successful episode."""
     error: str = "fail"
-    """What an error of a step means: ``fail`` (the environment failed) or ``tell`` (the policy
-    reads it)."""
+    """What to do with an error of a step: ``fail`` (the environment failed) or ``tell`` (show it to
+    the policy)."""
 
 
 @dataclass
 class _Answers:
-    """Answers to the calls of a turn, which are executed one by one. If a call was not executed,
-    the turn is resumed at this call, without repeating those before it."""
+    """Answers so far to the calls of one turn, which are executed one by one. If a call could not
+    be executed, the turn is later resumed at this call, without repeating the calls before it."""
 
     message: AssistantMessage
     """The policy's turn."""
@@ -232,8 +233,9 @@ class OpenEnvEnvironment:
     """Environment that plays one episode after another on a session, which is opened when it is
     needed.
 
-    clients: functions that make a connection to each server; the first one is tried first. form: of
-    the actions; None if the server lists its tools itself, for which each new session is asked.
+    clients: functions that each return a client of one server, in the order in which they are
+    tried. form: how turns become actions; None if the server lists its own tools, which are
+    requested from each new session.
     """
 
     def __init__(
@@ -265,8 +267,8 @@ class OpenEnvEnvironment:
         )
 
     async def step(self, message: AssistantMessage) -> Turn:
-        """Take the actions of a turn, one after the other. Mistakes of the policy are explained in
-        the answers. Raises EnvironmentFailure."""
+        """Take the actions of a turn, one after another. The policy's mistakes are explained in the
+        answers. Raises EnvironmentFailure."""
         if self._tools is None:
             raise EnvironmentFailure("lost", "there is no session: reset comes first")
         if self._done:
@@ -291,7 +293,7 @@ class OpenEnvEnvironment:
         await self._session.close()
 
     def _turn(self, answers: _Answers) -> Turn:
-        """Return the answers to a turn, with the success of the episode."""
+        """Return the answers to a turn as a ``Turn``, including whether the episode succeeded."""
         solved = self._done and self._return >= self._rules.success_reward - _SOLVED
         return Turn(
             answers.messages,
@@ -318,8 +320,8 @@ class OpenEnvEnvironment:
     async def _act(
         self, action: Mapping[str, Any], answers: _Answers
     ) -> tuple[str, Mapping[str, Any] | None]:
-        """Take one action; return what the policy reads, and the observation (None if the server
-        refused the action)."""
+        """Take one action. Return (text for the policy, observation); the observation is None if
+        the server refused the action."""
         try:
             result = await self._session.step(action, self._is_for_policy)
         except EnvError as error:
@@ -332,7 +334,7 @@ class OpenEnvEnvironment:
         return self._observation_text(result.observation), result.observation
 
     async def _ask_tools(self) -> None:
-        """Ask a new session for its tools, for which no episode is needed. Raises
+        """Request a new session's list of tools, which needs no episode. Raises
         EnvironmentFailure."""
         if self._form is not None:
             return
@@ -343,7 +345,7 @@ class OpenEnvEnvironment:
             raise EnvironmentFailure("internal", f"listing its tools failed: {error}") from None
 
     def _is_for_policy(self, error: EnvError) -> bool:
-        """Return whether the policy reads an error of the server."""
+        """Return whether an error of the server is shown to the policy."""
         return error.code == REFUSED or self._rules.error == "tell"
 
     def _observation_text(self, observation: Mapping[str, Any]) -> str:
@@ -369,7 +371,8 @@ _MESSAGE_ACTION_FIELDS = frozenset({"content", "tool_calls"})
 
 
 def speaks_messages(action: Any, metadata: Mapping[str, Any]) -> bool:
-    """Return whether a server with this action schema and metadata is played by chat messages."""
+    """Return whether a server with this action schema and metadata is played by chat messages
+    instead of actions."""
     properties = action.get("properties") if isinstance(action, Mapping) else None
     return (
         metadata.get("messages") is True
@@ -379,8 +382,8 @@ def speaks_messages(action: Any, metadata: Mapping[str, Any]) -> bool:
 
 
 class ServedTaskSet(SeedTaskSet):
-    """Endless set of tasks whose seeds select tasks of a split on the server; the server keeps the
-    splits disjoint."""
+    """Infinite task set of a server that takes chat messages. The server draws a task of the split
+    from each seed, and keeps the splits disjoint."""
 
     def instantiate(self, template_id: str, seed: int) -> Task:
         """Return the task of a seed. Raises KeyError for an unknown template."""
@@ -448,8 +451,8 @@ def _action(message: AssistantMessage) -> dict[str, Any]:
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """Return a call for the wire. A call that could not be parsed is sent as the policy wrote it,
-    so that the server explains what is wrong with it."""
+    """Return a tool call in the wire format. A call that could not be parsed is sent as the policy
+    wrote it, so that the server can explain what is wrong."""
     readable = not call.problem and not json_problem(call.arguments)
     entry = {"name": replace_surrogates(call.name), "arguments": dict(call.arguments)}
     if not readable:

@@ -1,8 +1,8 @@
-"""Endpoint through which a program that calls a model is played as an environment: the messages of
-its calls become what the policy reads, and the policy's turns become the answers to the calls.
+"""Endpoint that lets a program that calls a model be played as an environment: the policy reads the
+messages of the program's calls, and the policy's turns are returned as the model's answers.
 
-The program calls an endpoint of this process, in the form of the OpenAI chat API, and is answered
-once the policy has generated its turn. Every conversation has its own model name.
+The program calls this process with the OpenAI chat API, and gets its answer once the policy has
+generated its turn. Every conversation has its own model name.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from realhf.env.loader.validation import format_value, json_problem, replace_sur
 from realhf.web.connections import MAX_HEAD_BYTES
 
 SECRET_HEADER = "x-policy-secret"
-"""Header with the secret of the endpoint."""
+"""Header in which the program sends the endpoint's secret."""
 _MAX_HEADERS = 64
 """Maximum number of header lines of a request."""
 _MAX_BODY_BYTES = 64 << 20
 """Maximum bytes of the body of a request."""
 _REQUEST_S = 60.0
-"""Seconds within which a request must have arrived. It may then wait for the policy as long as its
-episode lasts."""
+"""Seconds within which a request must have arrived. After that it may wait for the policy until its
+episode ends."""
 _ROLES = {
     "system": "system",
     "developer": "system",
@@ -37,25 +37,25 @@ _ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
-"""Roles of messages in a request, and the roles as which they are played."""
+"""Roles of messages in a request, and the role that the policy sees for each."""
 
 
 class Unplayable(ValueError):
-    """The program's calls of its model do not form a conversation in turns."""
+    """Raised if the program's model calls do not form a conversation in turns."""
 
 
 class HeadTooLarge(Exception):
-    """The head of a request has more bytes than ``MAX_HEAD_BYTES``."""
+    """Raised if the head of a request is larger than ``MAX_HEAD_BYTES``."""
 
 
 @dataclass
 class ModelCall:
-    """A call of the model that waits for the policy."""
+    """A model call by the program that waits for the policy's turn."""
 
     messages: Sequence[ChatMessage]
     """All messages of the conversation so far."""
     tools: Sequence[Mapping[str, Any]]
-    """Tools that the call offers."""
+    """Tools that the call offers to the model."""
     answer: asyncio.Future[dict[str, Any]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -63,7 +63,7 @@ class ModelCall:
 
 
 class ModelConversation:
-    """The calls that one program makes of its model, one after the other."""
+    """The model calls of one program, made one after another."""
 
     def __init__(self) -> None:
         self.calls: asyncio.Queue[ModelCall] = asyncio.Queue()
@@ -72,8 +72,8 @@ class ModelConversation:
         self._has_answered = False
 
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Wait for the policy's answer to a request. Raises Unplayable for an invalid request, and
-        if the episode ends in the meantime."""
+        """Wait for the policy's answer to a request and return it. Raises Unplayable for an invalid
+        request, or if the episode ends while it waits."""
         call = ModelCall(read_messages(body.get("messages")), read_tools(body.get("tools")))
         self.calls.put_nowait(call)
         self._waiting.add(call.answer)
@@ -111,7 +111,7 @@ class ModelConversation:
         return messages[known_count:]
 
     def answer_call(self, call: ModelCall, message: AssistantMessage) -> None:
-        """Return the policy's turn to the program that made the call."""
+        """Return the policy's turn to the program as the answer to its call."""
         if not call.answer.done():
             call.answer.set_result(to_chat_message(message))
         self._has_answered = True
@@ -129,7 +129,7 @@ def to_chat_message(message: AssistantMessage) -> dict[str, Any]:
 
 
 def _to_chat_call(number: int, call: ToolCall) -> dict[str, Any]:
-    """Return a tool call of the policy in the form of the chat API. ``number`` makes an id if the
+    """Return the policy's tool call in the chat API format. ``number`` is used to make an id if the
     call has none."""
     readable = not call.problem and not json_problem(call.arguments)
     arguments = (
@@ -153,8 +153,8 @@ def read_messages(value: Any) -> list[ChatMessage]:
 
 
 def _read_message(message: Any) -> Any:
-    """Return a message with a role and text content. Tool calls of an assistant are left out,
-    because they are the policy's own and known."""
+    """Return a message with a role and text content. An assistant's tool calls are left out,
+    because the policy made them itself."""
     if not isinstance(message, Mapping):
         return message
     role = message.get("role")
@@ -190,13 +190,13 @@ def read_tools(value: Any) -> list[Mapping[str, Any]]:
 
 
 def _comparison_key(message: ChatMessage) -> tuple[Any, Any]:
-    """Return what of a message must stay the same between two calls: role and content. The content
-    of an assistant is not compared, because the program may write it in another form."""
+    """Return the parts of a message, (role, content), that must stay the same in later calls. An
+    assistant's content is None here, because the program may send it back in another form."""
     return (message["role"], None if message["role"] == "assistant" else message["content"])
 
 
 class PolicyEndpoint:
-    """HTTP server of the chat API for programs of this machine that know its ``secret``, on the
+    """HTTP server with the chat API for local programs that know its ``secret``; it runs on the
     event loop that starts it."""
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ class PolicyEndpoint:
         self._conversations: dict[str, ModelConversation] = {}
 
     async def start(self) -> None:
-        """Listen on a free port of the loopback."""
+        """Start listening on a free loopback port."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=MAX_HEAD_BYTES)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/v1"
 
@@ -223,7 +223,7 @@ class PolicyEndpoint:
         return name
 
     def remove(self, name: str) -> None:
-        """End a conversation; further calls of its model name get an error."""
+        """End a conversation; later calls with its model name get an error."""
         if conversation := self._conversations.pop(name, None):
             conversation.end()
 

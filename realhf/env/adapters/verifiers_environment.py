@@ -1,10 +1,10 @@
 """Environments of the package ``verifiers``: ``env.path=verifiers env.name=NAME``.
 
-The environment's own code decides who speaks, what tools do, when an episode ends and what its
-reward is; only its model is replaced by the policy. The tasks are those of the environment.
+The environment's own code decides whose turn it is, what tools do, when an episode ends and what
+its reward is; only its model is replaced by the policy. The tasks are those of the environment.
 
 An environment of the package starts services that its episodes share (an interception server, tool
-servers). They are started once for each event loop, in a separate task, and stopped when the last
+servers). They are started once per event loop, in a separate task, and stopped when the last
 instance is closed. Source: verifiers 0.4 (``verifiers.v1``).
 """
 
@@ -50,7 +50,7 @@ from realhf.env.adapters.policy_endpoint import (
 from realhf.env.loader.tasks import Row, RowTaskSet, split_rows
 
 HARNESS = "realhf_policy_harness"
-"""Name of the module under which the package finds the harness."""
+"""Module name under which the package imports the harness."""
 _MAX_RESULT_CHARS = 1 << 18
 """Maximum number of characters of a tool's result that the policy reads."""
 _CONNECT_S = 60.0
@@ -73,7 +73,7 @@ def _harness_class(verifiers: ModuleType) -> type[Any]:
     """Return the harness class, which can be created only if the package is installed."""
 
     class PolicyHarness(verifiers.Harness[verifiers.HarnessConfig]):  # type: ignore[name-defined]
-        """Talks to the policy until it answers without a tool call."""
+        """Harness of the package that lets the policy talk until it answers without a tool call."""
 
         APPENDS_SYSTEM_PROMPT = True
         SUPPORTS_MCP = True
@@ -91,7 +91,7 @@ def _harness_class(verifiers: ModuleType) -> type[Any]:
             mcp_urls: dict[str, str],
             data: Any,
         ) -> Any:
-            """See the package: run one segment of the conversation."""
+            """Run one segment of the conversation; see the package."""
             del trace, runtime
             system, prompt = self.resolve_prompt(data)
             messages = [{"role": "system", "content": system}] if system else []
@@ -118,8 +118,8 @@ def _to_chat_messages(prompt: Any) -> list[dict[str, Any]]:
 async def _talk(
     model: str, url: str, secret: str, mcp_urls: Mapping[str, str], messages: list[dict[str, Any]]
 ) -> str:
-    """Continue the conversation until the model answers without a tool call. Return why a call of
-    the model failed, or ""."""
+    """Continue the conversation until the model answers without a tool call. Return "", or the
+    reason why a model call failed."""
     import httpx
     from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp  # pyright: ignore[reportMissingImports]
 
@@ -167,7 +167,7 @@ async def _talk(
 
 
 def _parse_arguments(text: str) -> dict[str, Any] | str:
-    """Return the arguments of a call, or why they are invalid."""
+    """Return the arguments of a call, or a string that says why they are invalid."""
     try:
         arguments = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
@@ -190,13 +190,13 @@ _SOLVED = 1e-9
 """Tolerance when a reward is compared with ``success_reward``."""
 _log = logging.getLogger(__name__)
 _KEY_VARIABLE = "REALHF_POLICY_HAS_NO_KEY"
-"""Name of the environment variable in which the package looks for an API key; the endpoint needs
-none."""
+"""Name of the environment variable from which the package reads the API key; the endpoint does not
+need a key."""
 
 
 class Serving:
-    """A running environment of the package, and the endpoint that it calls, until ``stop`` is
-    called. ``users`` is the number of instances that use it."""
+    """A running environment of the package and the endpoint that it calls, until ``stop`` is
+    called. ``users``: number of instances that use it."""
 
     def __init__(self, load: Callable[[], Any]) -> None:
         self.endpoint = PolicyEndpoint()
@@ -208,7 +208,8 @@ class Serving:
         self._task = asyncio.create_task(self._serve())
 
     async def ready(self) -> None:
-        """Wait until the environment serves. Raises EnvironmentFailure if it does not start."""
+        """Wait until the environment is ready to play. Raises EnvironmentFailure if it does not
+        start."""
         await asyncio.shield(self._ready)
 
     async def stop(self) -> None:
@@ -239,16 +240,16 @@ class Serving:
 
 
 class Stage:
-    """The running environment that the instances of one event loop share. ``load`` makes the
-    package's environment, and may block."""
+    """Owner of the running environment that all instances on one event loop share. ``load`` returns
+    the package's environment, and may block."""
 
     def __init__(self, load: Callable[[], Any]) -> None:
         self._load = load
         self._now: Serving | None = None
 
     async def enter(self) -> Serving:
-        """Return the running environment, which is started if necessary; give it back by ``leave``.
-        Raises EnvironmentFailure."""
+        """Return the running environment, starting it if necessary; each user must call ``leave``
+        later. Raises EnvironmentFailure."""
         if self._now is None:
             self._now = Serving(self._load)
         serving = self._now
@@ -261,7 +262,7 @@ class Stage:
         return serving
 
     async def leave(self, serving: Serving) -> None:
-        """Give a running environment back; it is stopped when no instance uses it any more."""
+        """End one user's use of the running environment; it is stopped after its last user."""
         serving.users -= 1
         if serving.users == 0:
             if self._now is serving:
@@ -273,8 +274,8 @@ class VerifiersEnvironment:
     """Environment that plays one episode after another on a running environment of the package.
 
     stage_of: returns the ``Stage`` of the running event loop. task_of: returns the package's task
-    for a payload, and may block. context: makes the package's model context from a model name, the
-    endpoint's URL, headers, and the name of the variable with the API key.
+    for a payload, and may block. context: makes the package's model context from (model name,
+    endpoint URL, headers, name of the variable with the API key).
     """
 
     def __init__(
@@ -315,8 +316,8 @@ class VerifiersEnvironment:
         return Opening(self._new_messages(self._call), self._call.tools)
 
     async def step(self, message: AssistantMessage) -> Turn:
-        """Answer the model call that waits, and return the environment's next messages. Raises
-        EnvironmentFailure."""
+        """Answer the waiting model call with the policy's turn, and return the environment's next
+        messages. Raises EnvironmentFailure."""
         if self._call is None:
             if self._ended is not None:
                 return self._ended
@@ -331,7 +332,8 @@ class VerifiersEnvironment:
         return self._ended
 
     async def close(self) -> None:
-        """End the episode, and stop what the instances share if this is the last one."""
+        """End the episode. If this is the last instance, also stop the services that the instances
+        share."""
         await self._abandon()
         serving = self._serving
         self._serving = None
@@ -350,9 +352,9 @@ class VerifiersEnvironment:
             serving.endpoint.remove(name)
 
     async def _wait_for_call(self) -> None:
-        """Wait for the next model call, or for the end of the episode, without a timeout: the
-        caller has a deadline and cancels. Raises EnvironmentFailure if the environment's code
-        raised."""
+        """Wait for the next model call or for the end of the episode. There is no timeout, because
+        the caller has a deadline and cancels. Raises EnvironmentFailure if the environment's code
+        raised an error."""
         assert self._run is not None
         next_call = asyncio.create_task(self._conversation.calls.get())
         try:
@@ -426,7 +428,7 @@ class VerifiersEnvironment:
 
 
 def _finite(name: str, value: Any) -> float:
-    """Return a number. Raises EnvironmentFailure if it is not finite in fp32."""
+    """Return ``value`` as a float. Raises EnvironmentFailure if it is not finite in fp32."""
     number = float(value)
     if not is_finite(number):
         raise EnvironmentFailure("internal", f"{name} is {number}, not a finite number in fp32")
@@ -434,7 +436,7 @@ def _finite(name: str, value: Any) -> float:
 
 
 def _describe_error(error: BaseException) -> str:
-    """Return an error as text, shortened."""
+    """Return a short description of an error."""
     return f"{type(error).__name__}: {error}"[:2000]
 
 
@@ -515,7 +517,7 @@ def build(options: VerifiersOptions) -> EnvironmentSpec:
 
 
 class _Package:
-    """The environment in the package: its configuration, its tasks, and a stage for each event
+    """One environment of the package: its configuration, its tasks, and a ``Stage`` for each event
     loop. An episode ends after ``max_turns`` turns; 0 for no limit."""
 
     def __init__(self, options: VerifiersOptions) -> None:
@@ -547,8 +549,8 @@ class _Package:
         return self._stages[loop]
 
     def task(self, payload: Mapping[str, Any]) -> Any:
-        """Return the package's task for a payload; may block. A missing index raises, which the
-        caller reports as EnvironmentFailure."""
+        """Return the package's task for a payload; may block. Raises an error for an unknown index,
+        which the caller converts to EnvironmentFailure."""
         return self._read_tasks()[int(payload["index"])]
 
     def context(self, model: str, url: str, headers: Mapping[str, str], key: str) -> Any:
@@ -618,7 +620,7 @@ class _Package:
             ) from error
 
     def _build_config(self, verifiers: ModuleType, loaders: ModuleType, harness: str) -> Any:
-        """Return the environment's configuration, in which the policy plays its only role. Raises
+        """Return the environment's configuration, with the policy in its only role. Raises
         ValueError."""
         from verifiers.v1.configs.agent import agent_config_fields  # pyright: ignore[reportMissingImports]
 

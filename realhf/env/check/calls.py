@@ -5,8 +5,8 @@ Every callback of the loop is timed: its processor time by the thread's clock, a
 by a thread that samples the stack. The time counted per sample is bounded, so that a process that
 the kernel did not schedule for a while is not reported, and garbage collection is subtracted. The
 reported line is the one with the most samples. Code that holds the interpreter lock leaves no
-samples; it is located by the line at which its coroutine stands afterwards, or by the name of its
-task, which ``Caller`` sets to the location of the method.
+samples; it is located by the line at which its coroutine is suspended afterwards, or by the name of
+its task, which ``Caller`` sets to the location of the method.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ _DUMPED_FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+) in (
 _ENVIRONMENTS = ("environments", "aws")
 """Folders of the package that hold environments, whose code a check treats as user code."""
 _MAX_LINKS = 50
-"""Maximum number of awaitables followed in a chain of awaits."""
+"""Maximum number of awaitables followed along a chain of awaits."""
 
 
 def environment_folders(reference: str) -> list[Path]:
-    """Return the folder of ``file.py:Name``; none for a registered name or a module."""
+    """Return the folder of the file in ``file.py:Name``; no folder for a registered name or a
+    module."""
     file = split_reference(reference).file
     return [file.parent] if file else []
 
 
 class UserCode:
-    """Classification of files as the environment's code or other code, and conversion of frames,
-    exceptions and dumps to locations in the environment's code.
+    """Classification of files as the environment's code or other code, and lookup of locations in
+    the environment's code from frames, exceptions and stack dumps.
 
-    ``folders`` are those of the environment.
+    ``folders``: folders of the environment's code.
     """
 
     def __init__(self, folders: Sequence[Path] = ()) -> None:
@@ -69,10 +70,10 @@ class UserCode:
         self._ownership.clear()
 
     def owns(self, file: str) -> bool:
-        """Return whether ``file`` belongs to the environment.
+        """Return whether ``file`` belongs to the environment's code.
 
-        The deepest known folder above it decides. A file outside the known folders belongs to the
-        environment, unless it is no real file (``<frozen ...>``, ``<string>``).
+        The deepest known folder that contains the file decides. A file outside the known folders
+        belongs to the environment, unless it is not a real file (``<frozen ...>``, ``<string>``).
         """
         if file not in self._ownership:
             self._ownership[file] = self._compute_ownership(file)
@@ -124,10 +125,10 @@ class UserCode:
         return ""
 
     def find_in_awaitable(self, awaited: Any) -> str:
-        """Return the line of the environment's code at which a suspended coroutine, or what it
-        awaits, stands.
+        """Return the line of the environment's code at which a coroutine, or something that it
+        awaits, is suspended.
 
-        If there is none, return that of another thread, because the method may run in a thread.
+        If there is none, return the line of another thread, because the method may run in a thread.
         """
         if location := self.find_in_suspended(awaited):
             return location
@@ -177,8 +178,8 @@ class UserCode:
         return self.format_location(code.co_filename, code.co_firstlineno, code.co_name)
 
     def find_in_dump(self, text: str) -> str:
-        """Return the innermost line of the environment's code in a dump of ``faulthandler``, whose
-        current thread is searched first."""
+        """Return the innermost line of the environment's code in a stack dump by ``faulthandler``;
+        the dump's current thread is searched first."""
         threads = re.split(r"(?m)^(?=Thread |Current thread )", text)
         threads.sort(key=lambda thread: not thread.startswith("Current thread"))
         for thread in threads:
@@ -190,7 +191,7 @@ class UserCode:
 
 
 def _walk_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, its cause, the cause of that, and so on."""
+    """Yield the error, its cause, that error's cause, and so on."""
     visited: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in visited:
@@ -205,22 +206,24 @@ def _walk_causes(error: BaseException) -> Iterator[BaseException]:
 
 
 BLOCKED_S = 0.05
-"""Seconds from which a callback counts as blocking the event loop."""
+"""Seconds from which a callback is reported as blocking the event loop."""
 CALL = "environment: "
-"""Prefix of the names of tasks that call the environment; the location of the method follows."""
+"""Prefix of the names of tasks that call the environment; the rest of the name is the location of
+the method."""
 _SAMPLE_S = 0.01
 """Seconds between two samples of the stack."""
 _MAX_PER_SAMPLE_S = 0.025
-"""Maximum sleeping time, in seconds, that one sample adds."""
+"""Maximum sleeping time, in seconds, that one sample can account for."""
 _MIN_SAMPLES = 3
-"""Minimum number of samples of a sleeping callback; with fewer, it only waited for a processor."""
+"""Minimum number of samples for a sleeping callback; with fewer, it was only waiting for a
+processor."""
 
 
 class Block(NamedTuple):
     """A callback that blocked the event loop."""
 
     where: str
-    """Location in the environment's code, as ``UserCode.place`` formats it."""
+    """Location in the environment's code, in the format of ``UserCode.format_location``."""
     seconds: float
     """Duration without garbage collection."""
 
@@ -282,8 +285,8 @@ class LoopWatchdog:
                 self._blocks.append(Block(where, seconds))
 
     def _locate(self, callback: Any, busy_s: float) -> str:
-        """Return the location of a callback that took too long; "" if it was outside of the
-        environment's code or only waited for a processor."""
+        """Return the location of a callback that took too long; "" if the time was spent outside
+        the environment's code or only waiting for a processor."""
         busy = busy_s - self._collecting_s >= BLOCKED_S
         if self._places:
             return (
@@ -361,10 +364,10 @@ class CallFailed(Exception):
 
 
 class Caller:
-    """Caller of environments, with a deadline of ``timeout_s`` seconds per call.
+    """Caller of an environment's methods, with a deadline of ``timeout_s`` seconds per call.
 
-    ``announce`` is called with the name of each call and its task before the call, so that the
-    supervising process knows what was running when this process died.
+    ``announce`` is called with (name of the call, task) before each call, so that the supervising
+    process knows what was running if this process dies.
     """
 
     def __init__(
@@ -377,8 +380,8 @@ class Caller:
     async def call(
         self, name: str, task: str, method: Callable[[], Awaitable[Any]], location: str = ""
     ) -> Any:
-        """Await ``method()``, the call ``name`` (``reset``, ``step``, ``close``) defined at
-        ``format_location``.
+        """Await ``method()`` and return its result. ``name`` is the name of the call (``reset``,
+        ``step``, ``close``), and ``location`` the place where the author defined it.
 
         Raises CallFailed.
         """

@@ -61,19 +61,20 @@ T = TypeVar("T")
 _MAX_ERROR_CHARS = 1000
 """Maximum length of a loading error in characters."""
 _READ_SHARE = 0.5
-"""Share of the time limit for making tasks that reading the demonstrations of a launch may take."""
+"""Part of the time limit for making tasks that may be spent on reading a launch's
+demonstrations."""
 _ONCE_S = 1.0
-"""Seconds below which a block that occurs only once is a note and not a fault, such as importing a
-module or reading a word list."""
+"""Seconds; a shorter block of the event loop that occurs only once, such as importing a module or
+reading a word list, is a note instead of a fault."""
 _CHECK_S = 20.0
-"""Time limit of one check in seconds; fewer episodes of a slow environment are played."""
+"""Time limit of one check in seconds. If an environment is slow, fewer episodes are played."""
 _WOULD_WAIT = "calls block the event loop, so many instances at once would only wait for each other"
 
 
 class Checker:
-    """Runner of the checks that an order asks for; ``report`` sends the events.
+    """Runner of the checks that an order asks for. ``report`` sends the events.
 
-    ``code`` classifies files as the environment's or other code.
+    ``code`` tells files of the environment from other code.
     """
 
     def __init__(self, order: Order, report: Callable[..., None]) -> None:
@@ -102,8 +103,8 @@ class Checker:
 
     @contextmanager
     def _announced_check(self, name: str, limit_s: float) -> Iterator[list[str]]:
-        """Announce a check with its time limit; on exit, report its verdict with the remarks in the
-        yielded list."""
+        """Context manager that announces a check with its time limit. On exit it reports the
+        check's verdict, with the remarks that were added to the yielded list."""
         before = self._findings.hits
         remarks = list[str]()
         self._announce(name, limit_s)
@@ -230,7 +231,8 @@ class Checker:
         return CheckHarness(spec, caller, add, self._order.address)
 
     def _choose_demonstrations(self, spec: EnvironmentSpec) -> DemonstrationChoice:
-        """Choose the demonstrations to play; none if there is no solver or it raises."""
+        """Choose the demonstrations to play; none if there is no solver or if it raises an
+        error."""
         demonstrate = spec.demonstrate
         if demonstrate is None:
             return DemonstrationChoice()
@@ -330,7 +332,7 @@ def main(argv: Sequence[str]) -> int:
     leave = os._exit
 
     def exit_with_report(status: int) -> Any:
-        """Report the line of the caller, and exit."""
+        """Report the status and the line that called this function, then exit the process."""
         report(ABOUT, {EXIT: [status, checker.code.find_in_frame(sys._getframe(1))]})
         leave(status)
 

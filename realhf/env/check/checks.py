@@ -1,7 +1,8 @@
-"""The checks that play episodes, in order.
+"""Checks that play episodes, in the order in which they run.
 
-Each check takes a ``CheckRun`` and returns a remark for display. It raises CallFailed when no
-further check can be played."""
+Each check takes a ``CheckRun`` and returns a remark for display. It raises CallFailed if no further
+check can be played.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ from realhf.env.check.scripts import (
 from realhf.env.loader.threads import MAX_THREADS
 
 _WRONG_TASKS = 2
-"""Number of tasks in which wrong messages are sent."""
+"""Number of tasks on which wrong messages are tried."""
 _MAX_QUOTED_CHARS = 120
 """Maximum length in characters of an answer quoted in a finding."""
 _MAX_FINGERPRINT_CHARS = 4000
-"""Maximum length in characters of a turn in a fingerprint."""
+"""Maximum number of characters of a turn that a fingerprint includes."""
 _SCRIPTED_CASES = 4
 """Number of demonstrations played as cases."""
 
@@ -46,7 +47,7 @@ class CheckRun:
     harness: CheckHarness
     """Player of episodes that reports the findings."""
     order: Order
-    """What to check and the limits."""
+    """What to check, and limits."""
     tasks: Sequence[Task] = ()
     """Tasks to play."""
     twins: Sequence[tuple[Task, Task]] = ()
@@ -68,8 +69,8 @@ class CheckRun:
         return self.demonstrations.played
 
     def cases(self) -> list[Case]:
-        """Return the cases to play: all tasks that opened, and the first few demonstrations, which
-        include the longest of each kind."""
+        """Return the cases to play: all tasks whose reset succeeded, and the first few
+        demonstrations, which include the longest one of each kind."""
         scripted = self.scripts[:_SCRIPTED_CASES]
         return [
             *map(Case, self.playable),
@@ -78,7 +79,7 @@ class CheckRun:
 
 
 async def check_openings(run: CheckRun) -> str:
-    """Reset every task; also close an instance that was never reset."""
+    """Reset every task. Also close an instance that was never reset."""
     harness = run.harness
     await harness.close(harness.make())
     for task in run.tasks:
@@ -115,8 +116,8 @@ async def _has_different_openings(harness: CheckHarness, first: Task, second: Ta
 
 
 async def check_determinism(run: CheckRun) -> str:
-    """Play every case alone, again on a new instance, and again on an instance that left another
-    episode unfinished; report differences."""
+    """Play every case three times: on a new instance, on another new instance, and on an instance
+    that left another episode unfinished. Report differences."""
     harness = run.harness
     cases = run.cases()
     turns = harness.turns
@@ -154,8 +155,8 @@ async def check_determinism(run: CheckRun) -> str:
 async def check_instances(run: CheckRun) -> str:
     """Play many instances concurrently.
 
-    Their number is limited to those that can answer in time: turns that compute run one after
-    another, and the loader of an env format runs a limited number of blocking calls concurrently.
+    Their number is limited to what can answer in time: turns that compute run one after another,
+    and an env format's loader runs a limited number of blocking calls concurrently.
     """
     harness = run.harness
     requested = run.order.instances
@@ -169,8 +170,8 @@ async def check_instances(run: CheckRun) -> str:
 
 
 async def check_wrong_messages(run: CheckRun) -> str:
-    """Send wrong messages of all kinds that a policy can write; an ended or failed episode is
-    started again.
+    """Send wrong messages of each kind that a policy can write. If an episode has ended or failed,
+    a new one is started.
 
     A task that is solved by an empty message is a fault, unless a demonstration solves it that way.
     """
@@ -215,8 +216,8 @@ def _check_reward_for_noise(
     *,
     is_solution: bool,
 ) -> None:
-    """Report a reward for a message without readable content; solving the task that way is no
-    fault if ``is_solution``."""
+    """Report a reward for a message without readable content. If ``is_solution``, solving the task
+    with it is not a fault."""
     name, message = wrong
     if message.tool_calls or (message.content.strip() and message.content.isprintable()):
         return
@@ -236,10 +237,10 @@ def _check_reward_for_noise(
 
 
 async def check_end(run: CheckRun) -> str:
-    """Play a policy that only talks, and another that tries the tools; one of the two episodes must
-    end.
+    """Play a policy that only talks and a policy that tries the tools; at least one of the two
+    episodes must end.
 
-    If there are demonstrations, an episode without end is a note and not a fault.
+    If there are demonstrations, an episode that does not end is a note instead of a fault.
     """
     harness = run.harness
     task = run.playable[0]
@@ -265,7 +266,7 @@ async def check_end(run: CheckRun) -> str:
 
 
 async def check_demonstrations(run: CheckRun) -> str:
-    """Play the demonstrations: each must end with its last turn, and succeed or not as it is
+    """Play the demonstrations. Each must end with its last turn, and must succeed or fail as
     labelled."""
     played = Counter[str]()
     for script in run.scripts:
@@ -315,8 +316,8 @@ CHECKS: Mapping[str, Callable[[CheckRun], Awaitable[str]]] = {
 
 
 async def play_again(run: CheckRun) -> dict[str, list[Any]]:
-    """Play again the cases that the determinism check of another process played, if they exist
-    here. Return the transcripts."""
+    """Play again those cases of another process's determinism check that exist here. Return the
+    transcripts."""
     await check_openings(run)
     return {
         case.key: (await run.harness.play(case)).transcript
@@ -326,8 +327,8 @@ async def play_again(run: CheckRun) -> dict[str, list[Any]]:
 
 
 def fingerprints(transcripts: Mapping[str, Sequence[Any]]) -> dict[str, list[tuple[str, str]]]:
-    """Return (SHA-256, beginning of the text) of the opening and every turn by case, for comparison
-    with another process."""
+    """Return, for each case, a list of (SHA-256, beginning of the text) of its opening and of every
+    turn, for comparison with another process."""
     texts = {
         key: [json.dumps(turn, sort_keys=True) for turn in turns]
         for key, turns in transcripts.items()

@@ -104,8 +104,8 @@ class Report:
         self._findings.add(finding)
 
     def compare(self, other: Report) -> None:
-        """Compare the fingerprints with those of another process, whose hash seed differs; faults
-        found there count, too."""
+        """Compare the fingerprints with those from another process with a different hash seed, and
+        add the faults found there."""
         if other.faults:
             for finding in other.findings:
                 if finding.is_fault:
@@ -215,7 +215,7 @@ solver. The exit status is 0 without faults, 1 with some, 2 for wrong arguments,
 _FIRST_SEED = 1
 """Hash seed of the first process."""
 _OTHER_SEED = 2
-"""Hash seed of the second process, which repeats the episodes."""
+"""Hash seed of the second process, which plays the episodes again."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -365,8 +365,8 @@ def write_passport(report: Report, arguments: argparse.Namespace) -> None:
 
 
 def check_reference(reference: str) -> None:
-    """Raise ValueError for an unknown name or a missing file; the contents of a file are checked
-    when it is loaded."""
+    """Raise ValueError for an unknown name or a missing file. The contents of a file are checked
+    later, when it is loaded."""
     parts = split_reference(reference)
     if parts.file is not None:
         if not parts.file.is_file():
@@ -380,10 +380,10 @@ def check_reference(reference: str) -> None:
 
 
 def check(order: Order, report: Report, limit_s: float) -> None:
-    """Check an environment in a child process; without faults, play it again in a second process
-    with another hash seed.
+    """Check an environment in a child process. If there are no faults, play it again in a second
+    process with another hash seed.
 
-    Both together take at most ``limit_s`` seconds.
+    The two processes together take at most ``limit_s`` seconds.
     """
     began = time.monotonic()
     code = UserCode(environment_folders(order.reference))

@@ -1,5 +1,5 @@
-"""Checks of the openings and turns of an environment: the contract, and requirements of policies
-and trainers beyond it, such as described tools and bounded rewards."""
+"""Checks of the openings and turns of an environment, against the contract and further requirements
+of policies and trainers, such as described tools and bounded rewards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from realhf.base.json_values import format_value, json_problem
 from realhf.env.loader import validation
 
 MAX_REWARD = 1000.0
-"""Largest absolute reward that is accepted."""
+"""Largest absolute reward that is not reported as a problem."""
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TYPES = {"string", "integer", "number", "boolean", "array", "object", "null"}
 _SAYS_TYPE = ("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref")
@@ -144,10 +144,11 @@ def ends_episode(turn: Turn) -> bool:
 
 
 def to_plain_json(step: Opening | Turn) -> dict[str, Any]:
-    """Return the contents of an opening or a turn that a policy and a trainer see, as plain JSON
+    """Return the parts of an opening or a turn that a policy and a trainer see, as plain JSON
     values.
 
-    ``info`` is left out, because it is for display only. The opening or turn must have no problems.
+    ``info`` is left out, because it is only for display. The opening or turn must be free of
+    problems.
     """
     names = ("messages", "tools") if isinstance(step, Opening) else _POLICY_TURN_FIELDS
     return json.loads(json.dumps({name: getattr(step, name) for name in names}, default=_convert))

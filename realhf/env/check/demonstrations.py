@@ -1,5 +1,5 @@
-"""Choice of the demonstrations that a check plays, from those of a launch with the default
-options."""
+"""Selection of the demonstrations that a check plays, from those that a launch with default options
+would play."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _MAX_SCRIPTS = 10_000
 
 @dataclass
 class DemonstrationChoice:
-    """The demonstrations to play, and statistics of those that a launch would play."""
+    """Demonstrations to play, and statistics of the demonstrations that a launch would play."""
 
     played: Sequence[Demonstration] = ()
-    """The longest of each kind first, then one of each task and kind, in alternating kinds."""
+    """First the longest demonstration of each kind, then one of each task and kind, with the kinds
+    alternating."""
     longest: int = 0
-    """Number of turns of the longest demonstration read."""
+    """Number of turns of the longest demonstration that was read."""
     read_count: int = 0
     """Number of demonstrations of a launch that were read."""
     is_cut_short: bool = False
@@ -32,8 +33,7 @@ class DemonstrationChoice:
 
 
 def launch_request() -> DemonstrationRequest:
-    """Return the request that a launch with the default options sends to the solver of an
-    environment."""
+    """Return the request that a launch with default options sends to an environment's solver."""
     options = WarmStartConfig()
     return DemonstrationRequest(
         options.episodes_per_task, _LAUNCH_SEED, options.habit_fraction, options.recovery_fraction
@@ -41,7 +41,8 @@ def launch_request() -> DemonstrationRequest:
 
 
 def smallest_request(launch: DemonstrationRequest) -> DemonstrationRequest:
-    """Return the smallest request with the same shares that contains every kind of ``launch``."""
+    """Return the smallest request that still contains every kind of demonstration of ``launch`` in
+    the same proportions."""
     kinds = {*launch.kinds()}
     smaller = (replace(launch, episodes_per_task=number) for number in count(1))
     return next(request for request in smaller if {*request.kinds()} == kinds)
@@ -53,8 +54,8 @@ def choose_demonstrations(
     """Choose from the demonstrations that the solver ``demonstrate`` yields, at most one per task
     and kind.
 
-    Reading the demonstrations of a launch stops after ``limit_s``. Errors of the solver are passed
-    on.
+    Reading a launch's demonstrations stops after ``limit_s`` seconds. Errors of the solver are
+    passed on.
     """
     launch = launch_request()
     fallback: list[Demonstration] = []
@@ -83,8 +84,8 @@ def _keep_longest_of_kind(longest: dict[str, Demonstration], script: Demonstrati
 
 
 def _kinds_in_turn(scripts: Iterable[Demonstration]) -> list[Demonstration]:
-    """Return the first demonstration of each task and kind in alternating kinds, so that the first
-    few cover all kinds."""
+    """Return the first demonstration of each task and kind, with the kinds alternating, so that the
+    first few cover all kinds."""
     by_kind: dict[str, dict[str, Demonstration]] = {}
     for script in scripts:
         by_kind.setdefault(script.kind, {}).setdefault(script.task.id, script)

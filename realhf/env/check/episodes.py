@@ -1,4 +1,4 @@
-"""Player of episodes for checks, which validates everything that an environment returns."""
+"""Player of episodes for checks; it validates everything that an environment returns."""
 
 from __future__ import annotations
 
@@ -35,11 +35,13 @@ from realhf.env.loader.tool_env import TOOL_ERRORS, ToolClassEnvironment
 _RANDOM_TURNS = 6
 """Number of turns of a case without a demonstration."""
 _MAX_FAILED = 3
-"""Number of failed episodes after which a check stops, because further ones would show the same."""
+"""Number of failed episodes after which a check stops, because further ones would fail in the same
+way."""
 _MAX_SEARCHED = 200
 """Maximum number of objects searched for the definition of a method."""
 _REPLACED_METHODS = {"step": ("get_reward", "step")}
-"""Methods that an author writes instead of another one: a class with tools has no ``step``."""
+"""Methods that an env format replaces: for each, the author's methods to look for instead (a class
+with tools has no ``step``)."""
 _ADVICE_ON_HANGS = "Give everything that waits a deadline of its own"
 _ADVICE = {
     "make": "Making an instance must work, and take no time; open what an episode needs in reset",
@@ -66,9 +68,10 @@ class Case(NamedTuple):
     task: Task
     """Task to play."""
     texts: Sequence[str] | None = None
-    """Turns of the policy; None tries calls with random arguments, or random words."""
+    """Turns of the policy; None to try calls with random arguments, or random words if there are no
+    tools."""
     kind: str = ""
-    """Kind of the demonstration that ``texts`` come from; "" without one."""
+    """Kind of the demonstration from which ``texts`` were taken; "" if they are not from one."""
 
     @property
     def key(self) -> str:
@@ -127,7 +130,7 @@ class CheckedEpisode:
 
 
 class _FailedInstance:
-    """Placeholder for an instance whose creation failed, which is already reported; ``reset``
+    """Placeholder for an instance whose creation failed. The failure has been reported; ``reset``
     raises the same error."""
 
     def __init__(self, error: CallFailed) -> None:
@@ -135,10 +138,10 @@ class _FailedInstance:
 
 
 class CheckHarness:
-    """Creator of instances of ``spec`` and player of episodes on them.
+    """Creator of instances of ``spec``, and player of episodes on them.
 
-    ``add`` is called with each finding. A failure of an episode is reported to ``add`` before it is
-    raised as CallFailed.
+    ``add`` is called with each finding. If an episode fails, the failure is reported to ``add`` and
+    then raised as CallFailed.
     """
 
     def __init__(
@@ -156,7 +159,7 @@ class CheckHarness:
         self.slowest_s = 0.0
         """Longest duration of a turn so far in seconds."""
         self.is_cut_short = False
-        """Whether the running check left something out because its time was up."""
+        """Whether the running check left something out because its time limit was reached."""
         self._deadline = math.inf
         self._failed = 0
         self._places: dict[str, str] = {}
@@ -165,18 +168,19 @@ class CheckHarness:
         self._caller = caller
 
     def start_check(self, seconds: float) -> None:
-        """Start the time limit of the next check, which may exceed it by one episode."""
+        """Start the time limit of the next check. The check may exceed it by one episode."""
         self._deadline = time.monotonic() + seconds
         self.is_cut_short = False
         self._failed = 0
 
     def is_over(self, played: bool = True) -> bool:
-        """Return whether a check should stop: several episodes have failed, or its time is up and
-        it has ``played`` something."""
+        """Return whether a check should stop, because several episodes have failed, or because its
+        time is up and it has already ``played`` something."""
         return self._failed >= _MAX_FAILED or (played and self.is_late())
 
     def is_late(self) -> bool:
-        """Return whether the time of the check is up; it then leaves out the rest."""
+        """Return whether the check's time is up and it must leave out the rest; record that if
+        so."""
         late = time.monotonic() > self._deadline
         self.is_cut_short = self.is_cut_short or late
         return late
@@ -191,10 +195,10 @@ class CheckHarness:
 
     @asynccontextmanager
     async def instance(self, task: str) -> AsyncIterator[Environment]:
-        """Create an instance, and close it on exit.
+        """Context manager that creates an instance, and closes it on exit.
 
-        A failure of the creation or of a call ends the ``with`` block without an error, except that
-        a call that hung raises CallFailed.
+        A failure to create it or of a call ends the ``with`` block without an error, except that a
+        call that hung raises CallFailed.
         """
         try:
             environment: Any = self.make()
@@ -244,7 +248,7 @@ class CheckHarness:
         message: AssistantMessage,
         wrong_message: str = "",
     ) -> Turn:
-        """Send a message and check the answer; ``policy_texts`` describes a message that is wrong
+        """Send a message and check the answer. ``wrong_message`` describes a message that is wrong
         on purpose. Raises CallFailed."""
         self.turns += 1
         began = time.monotonic()
@@ -261,12 +265,11 @@ class CheckHarness:
         return turn
 
     async def _check_reward(self, environment: ToolClassEnvironment, task: str, turn: Turn) -> None:
-        """Check the reward of a class with tools, and note the errors of its tools. Raises
-        CallFailed.
+        """Check the reward of a class with tools, and note errors of its tools. Raises CallFailed.
 
-        ``get_reward`` must return the same value when it is called again. It is noted if it falls
-        to zero or below after a positive value, which indicates that the author returns the reward
-        of each turn.
+        ``get_reward`` must return the same value when it is called again. A note is added if the
+        reward falls to zero or below after it was positive, which suggests that the author returns
+        the reward of each single turn.
         """
         again = await self._call_environment(
             "get_reward", environment, task, environment.reward_again
@@ -305,8 +308,8 @@ class CheckHarness:
     async def play(
         self, case: Case, unfinished: Case | None = None, turns: int = 0
     ) -> CheckedEpisode:
-        """Play a case on a new instance, after the first ``turns`` turns of the case
-        ``unfinished``, if given. Raises CallFailed."""
+        """Play a case on a new instance. If ``unfinished`` is given, first play that case's first
+        ``turns`` turns on the same instance. Raises CallFailed."""
         environment = self.make()
         try:
             if unfinished is not None:
@@ -371,10 +374,10 @@ class CheckHarness:
             raise error
 
     def place(self, environment: Environment | None, method: str) -> str:
-        """Return where the environment's code defines ``method``, or the method that replaces it in
-        its env format.
+        """Return where the environment's code defines ``method``, or the author's method that takes
+        its place in the env format.
 
-        Without an instance, the location that was found earlier is returned, or "".
+        Without an instance, return the location found earlier, or "".
         """
         if environment is not None and not self._places.get(method):
             self._places[method] = defined_at(environment, method, self.code)

@@ -1,5 +1,5 @@
-"""Concurrent play of many instances, to detect resources that they leak and state that they
-share."""
+"""Check that plays many instances concurrently, to detect resources that they leak and state that
+they share."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ from realhf.env.check.episodes import Case, CheckHarness, first_difference
 from realhf.env.check.report import Finding
 
 THREADS = "threads"
-"""Kind of held resources with its own limit."""
+"""Kind of resource that has its own limit."""
 _CHECK_THREADS = "check-"
 """Prefix of the names of the check's own threads, which are ignored."""
 _LOADERS = str(PACKAGE / "env" / "loader")
-"""Folder of the loaders of env formats, whose bounded threads for blocking code are ignored."""
+"""Folder of the loaders of env formats; their thread pools for blocking code have a maximum size
+and are ignored."""
 _MAX_PATHS = 20_000
-"""Maximum number of paths remembered."""
+"""Maximum number of paths for which the opening line is remembered."""
 Resources = Mapping[str, Mapping[Any, str]]
-"""Resources resources: kind -> (name -> location of the code that opened it, "" if unknown)."""
+"""Resources by kind; each kind maps a resource's name to the location of the code that opened it
+("" if unknown)."""
 
 
 def find_growth(before: Resources, after: Resources) -> Iterator[tuple[str, int, str]]:
-    """Yield (kind, increase of the number, most frequent location of the new resources) for kinds
+    """Yield (kind, increase in number, most frequent location of the new resources) for each kind
     that grew."""
     for kind, resources in after.items():
         increase = len(resources) - len(before[kind])
@@ -48,10 +50,11 @@ def find_growth(before: Resources, after: Resources) -> Iterator[tuple[str, int,
 
 
 class ResourceBook:
-    """Record of the lines of the environment that open resources, by an audit hook.
+    """Record of the lines of the environment's code that open resources, kept by an audit hook.
 
-    An audit hook cannot be removed, so the record must be created in a separate process.
-    ``snapshot`` must be called on the event loop."""
+    An audit hook cannot be removed, so the record must be created in a process of its own.
+    ``snapshot`` must be called on the event loop.
+    """
 
     def __init__(self, code: UserCode) -> None:
         self._code = code
@@ -151,10 +154,10 @@ _MIN_EPISODES = 20
 """Minimum number of episodes in a round."""
 _EPISODES_PER_LEAK = 10
 _EPISODES_PER_THREAD_LEAK = 4
-"""Number of episodes per remaining resource from which a leak is reported. For threads it is lower,
-because thread pools fill up slowly."""
+"""A leak is reported from one remaining resource per this number of episodes. The number is lower
+for threads, because thread pools fill up slowly."""
 _ROUND_S = 8.0
-"""Duration of the first round, in seconds, above which further rounds are smaller."""
+"""Seconds; if the first round takes longer, the further rounds have fewer episodes."""
 _RELEASE_S = 0.5
 """Seconds that closed instances may take to release their resources."""
 
@@ -168,8 +171,8 @@ async def check_concurrency(
     """Play ``count`` instances concurrently in several rounds; report leaks and differing
     transcripts.
 
-    ``transcripts`` has the transcripts of the cases played one by one; cases that it lacks are not
-    compared. Return the number of turns per second. Raises CallFailed if a call hung.
+    ``transcripts`` holds the transcripts of the cases when played one by one; cases without one are
+    not compared. Return the number of turns per second. Raises CallFailed if a call hung.
     """
     book = ResourceBook(harness.code)
     turns_before = harness.turns
@@ -226,8 +229,8 @@ async def _play_concurrently(
 
 
 async def _wait_until_released(book: ResourceBook, before: Resources | None) -> Resources:
-    """Return the held resources as soon as none has grown since ``before``, or after
-    ``_RELEASE_S``."""
+    """Return the held resources once there are no more of any kind than in ``before``, or after
+    ``_RELEASE_S`` seconds."""
     deadline = time.monotonic() + _RELEASE_S
     while True:
         await asyncio.sleep(0.02)

@@ -1,10 +1,10 @@
-"""Mutation of an environment's demonstrations, which lists the mutants that earn the full reward.
+"""Mutation of an environment's demonstrations, to list the mutants that earn the full reward.
 
-A mutant is a demonstration with a change: to an argument, a word, the order or a name, or with an
-additional call. A mutant with the full reward either leaves the same state as the demonstration, or
-shows that the reward can be earned without solving the task. The two are distinguished
-automatically if the environment describes its state (``view`` in the info of a turn); otherwise a
-person must read the list.
+A mutant is a demonstration with a change: to an argument, a word, the order of actions or a name,
+or with an additional call. A mutant with the full reward either leaves the same state as the
+demonstration, or shows that the reward can be earned without solving the task. The two cases are
+told apart automatically if the environment describes its state (``view`` in the info of a turn);
+otherwise a person must read the list.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ _OPPOSITES = {
     )
     for one, other in (pair, pair[::-1])
 }  # fmt: skip
-"""Verbs in the names of tools, mapped to those that undo them."""
+"""Verbs in names of tools, mapped to the verb that undoes each."""
 _ADDITIONAL_PER_TOOL = 8
-"""Additional calls drawn per tool."""
+"""Number of additional calls drawn per tool."""
 _LIKELY = 8
-"""Number of words from which likely arguments are drawn."""
+"""Number of the likeliest words from which arguments are drawn."""
 
 
 class Action(NamedTuple):
     """A turn of a policy."""
 
     content: str
-    """Text besides the calls."""
+    """Text of the turn outside its calls."""
     calls: tuple[tuple[str, dict[str, Any]], ...] = ()
     """Calls as (name, arguments)."""
 
@@ -91,8 +91,7 @@ class Action(NamedTuple):
         )
 
     def rename(self, word: str, replacement: str) -> Action:
-        """Return the turn with ``word`` replaced by ``replacement``, also in arguments that are
-        texts."""
+        """Return the turn with ``word`` replaced by ``replacement``, also in string arguments."""
 
         def replace_in(value: Any) -> Any:
             return value.replace(word, replacement) if isinstance(value, str) else value
@@ -105,7 +104,7 @@ class Action(NamedTuple):
 
 
 def read_action(text: str, tools: Sequence[Mapping[str, Any]]) -> Action:
-    """Parse a turn; one with an invalid call becomes a turn of text only."""
+    """Parse a turn. A turn with an invalid call is treated as text only."""
     message = policy_turn(text, tools)
     if any(call.problem for call in message.tool_calls):
         return Action(text)
@@ -165,7 +164,7 @@ class Mutants:
             yield from self._misname()
 
     def _leave_additional(self) -> Iterator[Change[tuple[Action, ...]]]:
-        """Yield the actions with an additional thing created, and with the same thing created and
+        """Yield the actions with something additional created, and with the same thing created and
         removed again."""
         actions = self._actions
         for call in self._creation_calls():
@@ -188,8 +187,8 @@ class Mutants:
                 )
 
     def _creation_calls(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield calls that create additional things: each text argument is replaced by unrelated
-        names and by names similar to those of the demonstration."""
+        """Yield calls that create something additional: each string argument is replaced by
+        unrelated names, and by names similar to those in the demonstration."""
         arguments_by_tool = {
             name: arguments for action in self._actions for name, arguments in action.calls
         }
@@ -255,7 +254,7 @@ class Mutants:
                 yield Change(OTHER_TOOL, f"{other_tool} and not {name}", (other_tool, arguments))
 
     def _undo_calls(self) -> Iterator[Change[tuple[Action, ...]]]:
-        """Yield the actions with a call undone, either directly after it or before the last
+        """Yield the actions with a call undone, either directly after the call or before the last
         action."""
         actions = self._actions
         for at, action in enumerate(actions):
@@ -303,7 +302,8 @@ class Mutants:
                     yield Change(f"{NEIGHBOUR}, before", what, (*changed, *self._actions))
 
     def _draw_arguments(self, properties: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments for a call; texts are drawn from the words of the episode."""
+        """Return random arguments for a call; string arguments are drawn from the words of the
+        episode."""
         arguments = {}
         for name, schema in properties.items():
             is_text = (
@@ -319,14 +319,14 @@ class Mutants:
 MUTANTS = "mutants"
 """Name of the check."""
 _EPISODES_PER_TASK = 2
-"""Episodes requested per task from the solver."""
+"""Number of episodes requested per task from the solver."""
 _ALIKE = 1e-6
 """Tolerance within which rewards count as equal."""
 _SHOWN_ACTIONS = 600
 """Maximum length in characters of actions in a finding."""
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _MEMBER_SHARE = 4
-"""One in this many plays examines whether the arguments have a visible effect."""
+"""One in this many plays is used to examine whether arguments have a visible effect."""
 _ADVICE_ON_UNDERPAID = (
     "What was made and removed again costs nothing, unless the task says that it does"
 )
@@ -356,15 +356,15 @@ class Tally:
     mutants: int = 0
     """Number of mutants played."""
     paid: int = 0
-    """Mutants with the full reward."""
+    """Number of mutants that earned the full reward."""
     unequal: int = 0
-    """Mutants with the full reward that leave another state."""
+    """Number of mutants that earned the full reward although they left a different state."""
     underpaid: int = 0
-    """Mutants that leave the same state with a smaller reward."""
+    """Number of mutants that left the same state but earned a smaller reward."""
     punished: int = 0
-    """Underpaid mutants that created something additional and removed it again."""
+    """Number of those underpaid mutants that created something additional and removed it again."""
     members: int = 0
-    """Arguments whose value affects neither the view nor the reward."""
+    """Number of arguments whose value affects neither the view nor the reward."""
 
     def format(self, *, has_view: bool) -> str:
         """Return the counts as a line for display."""
@@ -381,18 +381,18 @@ class Tally:
 
 @dataclass
 class Outcome:
-    """Results of the mutation, which ``--json`` prints."""
+    """Results of the mutation, as printed by ``--json``."""
 
     seed: int
     """Seed of the demonstrations and mutants."""
     described: bool = False
-    """Whether the environment describes its state (``view``)."""
+    """Whether the environment describes its state in ``view``."""
     tasks: dict[str, Tally] = field(default_factory=dict)
-    """Counts by template."""
+    """Counts by task template."""
     kinds: dict[str, Counts] = field(default_factory=dict)
-    """Counts by kind of change, if the state is described."""
+    """Counts by kind of change; only if the state is described."""
     listed: list[dict[str, Any]] = field(default_factory=list)
-    """Mutants with the full reward that are not known to leave the same state."""
+    """Mutants that earned the full reward and are not known to leave the same state."""
     members: list[dict[str, str]] = field(default_factory=list)
     """Arguments whose value has no visible effect: template, tool and argument."""
 
@@ -432,8 +432,7 @@ class Member(NamedTuple):
 
 
 def find_obstacle(spec: EnvironmentSpec) -> Finding | None:
-    """Return a finding that says why there is nothing to mutate; None if there are
-    demonstrations."""
+    """Return a finding that says why no mutants can be played; None if there are demonstrations."""
     if spec.demonstrate is not None:
         return None
     if spec.demonstrations is not None:
@@ -484,7 +483,7 @@ class Mutation:
         self._add = add
         self.outcome = Outcome(seed)
         self._effects: dict[tuple[str, str], bool] = {}
-        """By (tool, argument) of the current template, whether different values had different
+        """For each (tool, argument) of the current template, whether different values had different
         effects."""
 
     async def play(
@@ -585,7 +584,7 @@ class Mutation:
         max_plays: int,
         rng: random.Random,
     ) -> None:
-        """Determine with about ``max_plays`` plays which arguments have values without a visible
+        """Find out, with about ``max_plays`` plays, which arguments have values without a visible
         effect."""
         members = _list_members(actions, original.tools)
         rng.shuffle(members)
@@ -611,10 +610,10 @@ class Mutation:
         member: Member,
         values: Sequence[Any],
     ) -> bool | None:
-        """Return whether view or reward depend on the value of an argument.
+        """Return whether the view or the reward depends on the value of an argument.
 
-        A rejected value is recognised by the state of the episode without the call. None is
-        returned if that state equals the one with the call, or if too few of the values are
+        A value counts as rejected if it leads to the same state as leaving the call out. Return
+        None if that state equals the one with the original call, or if too few of the values are
         accepted.
         """
         without_call = await self._play_outcome(script, member.without_call(actions))

@@ -1,5 +1,5 @@
-"""Changes to the actions of an episode that should change its reward: to their order, values and
-texts.
+"""Changes to the actions of an episode that should change its reward: to the order of actions, to
+values, and to texts.
 
 An action is any value, such as a command, a call or a text. The caller plays the changed actions to
 determine the reward.
@@ -17,9 +17,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from realhf.env.check.scripts import schema_type
 
 T = TypeVar("T")
-# Kinds of changes. FIRST adds an action besides the task, NEIGHBOUR uses a similar name, MORE
-# repeats or extends a text, LEFT_OVER leaves something additional behind, and EXACT_NAME writes a
-# name slightly wrong.
+# Kinds of changes. FIRST adds an action that the task does not ask for, NEIGHBOUR uses a similar
+# name, MORE repeats or extends a text, LEFT_OVER leaves something additional behind, and EXACT_NAME
+# writes a name slightly wrong.
 LEFT_OUT = "left out"
 DOUBLED = "doubled"
 REORDERED = "reordered"
@@ -40,15 +40,15 @@ REMOVED_AGAIN = "made and removed again"
 OWN_NAMES = ("own", "tmp", "test-1")
 """Names that no task uses."""
 _MAX_NEIGHBOURS = 4
-"""Maximum number of similar words or other values."""
+"""Maximum number of similar words, or of other values, that are tried."""
 _MAX_DEPTH = 4
 """Maximum depth of nested values that are changed."""
 _OTHER_NUMBER = 7
-"""Offset of the last of the other values of a number."""
+"""Last of the alternative numbers: the number plus this offset."""
 _OTHER_TEXTS = ("amber", "cobalt")
-"""Other values of a text."""
+"""Alternative values for a string."""
 _MAX_SWAPS = 12
-"""Number of swaps in a text beyond its number of tokens."""
+"""Maximum number of swaps in a text is its number of tokens plus this."""
 _WORD = re.compile(r"[^\s,;:!?()\[\]{}'\"`=<>|]+")
 _TOKEN = re.compile(r"'[^']*'|\"[^\"]*\"|\d+(?:\.\d+)?|\w+|<>|<=|>=|!=|[^\w\s]")
 _LOOKALIKES = {
@@ -57,19 +57,19 @@ _LOOKALIKES = {
     "a": "\N{CYRILLIC SMALL LETTER A}",
     "e": "\N{CYRILLIC SMALL LETTER IE}",
 }
-"""Letters and characters that look alike."""
+"""Letters, and characters that look like them."""
 _REPLACED_OPERATORS = {
     "+": "-*/", "-": "+*/", "*": "/+-", "/": "*+-", "(": "[", "=": ("<>", ">=", "<="), "<": (">", "<="),
     ">": ("<", ">="), "<>": ("=",), "<=": (">=", "<"), ">=": ("<=", ">"),
 }  # fmt: skip
-"""Operators and their replacements."""
+"""Operators, and what each is replaced by."""
 
 
 class Change(NamedTuple, Generic[T]):
     """A changed value."""
 
     kind: str
-    """Group of similar changes."""
+    """Name of the group of similar changes."""
     what: str
     """Description for display."""
     value: T
@@ -77,8 +77,8 @@ class Change(NamedTuple, Generic[T]):
 
 
 def reorder(actions: Sequence[T]) -> Iterator[Change[tuple[T, ...]]]:
-    """Yield the actions with one action left out or alone, one or all done twice, two neighbours
-    swapped, the last one first, or all reversed."""
+    """Yield reorderings: one action left out, one action alone, one or all actions done twice, two
+    neighbours swapped, the last action first, all actions reversed."""
     originals = tuple(actions)
     count = len(actions)
     for at in range(count):
@@ -139,7 +139,7 @@ def insert_others(
 
 
 def draw_changes(changes: Iterable[Change[T]], count: int, rng: random.Random) -> list[Change[T]]:
-    """Draw at most ``count`` changes, with equal numbers of each kind as far as available."""
+    """Draw at most ``count`` changes, the same number of each kind as far as available."""
     by_kind: dict[str, list[Change[T]]] = {}
     for change in changes:
         by_kind.setdefault(change.kind, []).append(change)
@@ -208,7 +208,7 @@ def change_value(
 
 
 def change_number(number: float) -> list[float]:
-    """Return results of a wrong count, sign, unit or bound for a number."""
+    """Return the numbers that result from a wrong count, sign, unit or bound."""
     return [0, 1, -1, number + 1, number - 1, 2 * number, -number, 10 * number]
 
 
@@ -222,8 +222,8 @@ def change_name(name: str, words: Iterable[str]) -> Iterator[Change[str]]:
 
 
 def similar_names(name: str) -> list[str]:
-    """Return slightly different names that denote something else: other case, added blanks,
-    prefixes or suffixes, characters that look alike, another folder."""
+    """Return names that are slightly different and mean something else: changed case, added blanks,
+    prefixes or suffixes, look-alike characters, another folder."""
     lookalike = "".join(_LOOKALIKES.get(char, char) for char in name)
     full_width = chr(ord(name[0]) + 0xFEE0) + name[1:] if "!" <= name[:1] <= "~" else name
     candidates = [
@@ -234,8 +234,8 @@ def similar_names(name: str) -> list[str]:
 
 
 def other_values(value: Any, schema: Mapping[str, Any]) -> list[Any]:
-    """Return a few values other than ``value`` (None: not given): those of the schema's enum, or
-    others of its type; none for types without plain values."""
+    """Return a few values other than ``value`` (None if it was not given): from the schema's enum,
+    or of the value's type; none for types without simple values."""
     kind = schema_type(schema) or ("string" if value is None else "")
     if schema.get("enum"):
         candidates = [*schema["enum"]]
@@ -307,7 +307,7 @@ def _propose_values(
 
 
 def _possible_values(schema: Mapping[str, Any], words: Sequence[str]) -> list[Any]:
-    """Return possible values of an argument that was not given."""
+    """Return values to try for an argument that the call did not give."""
     if schema.get("enum"):
         return [*schema["enum"]]
     numbers = [schema[bound] for bound in ("minimum", "maximum") if bound in schema]

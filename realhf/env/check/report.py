@@ -1,4 +1,5 @@
-"""Orders for checks, their findings, and the events that the child process of a check sends."""
+"""Data exchanged with the child process of a check: the order that it gets, and the findings and
+events that it sends."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def quote(value: object, limit: int = _TEXT_CHARS) -> str:
 
 def fault_key(description: str) -> str:
     """Return a key that is equal for descriptions of the same fault in different episodes: the
-    beginning, without numbers."""
+    start of the description, without numbers."""
     return re.sub("[0-9]+", "0", description)[:80]
 
 
@@ -37,7 +38,8 @@ def format_count(number: int, thing: str) -> str:
 
 
 def format_difference(before: str, after: str, limit: int = 80) -> str:
-    """Return ``... and then ...`` for two texts, starting shortly before their first difference."""
+    """Return a string ``... and then ...`` with excerpts of two texts, starting shortly before
+    their first difference."""
     same = next(
         (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b),
         min(len(before), len(after)),
@@ -63,13 +65,13 @@ class Finding:
     where: str = ""
     """``file:line in function`` of the environment's code; "" if unknown."""
     task: str = ""
-    """Id of the task; "" if it concerns no single task."""
+    """Id of the task; "" if the finding does not concern a single task."""
     is_fault: bool = True
-    """Whether it is a fault or a note."""
+    """True for a fault, False for a note."""
     times: int = 1
     """Number of occurrences."""
     kind: str = ""
-    """Key of the same fault; "" stands for ``what``."""
+    """Key that is equal for the same fault; if it is "", ``what`` is the key."""
 
     def line(self) -> str:
         """Return the finding as one line: description, location, task, and how to fix it."""
@@ -87,7 +89,7 @@ class Findings:
     def __init__(self) -> None:
         self._by_key: dict[tuple[str, str, str], Finding] = {}
         self.hits = 0
-        """Number of occurrences of faults, including repeated ones."""
+        """Number of faults added, including repeated ones."""
 
     def add(self, finding: Finding) -> None:
         """Add a finding."""
@@ -100,11 +102,12 @@ class Findings:
 
     @property
     def all(self) -> list[Finding]:
-        """Findings in order of their first occurrence."""
+        """All findings, in the order of their first occurrence."""
         return [*self._by_key.values()]
 
     def faults(self, *checks: str) -> int:
-        """Return the number of faults of these checks, or of all checks."""
+        """Return the number of distinct faults found by these checks; without arguments, by all
+        checks."""
         return sum(
             finding.is_fault and (not checks or finding.check in checks)
             for finding in self._by_key.values()
@@ -115,25 +118,25 @@ NOW = "now"
 VERDICT = "verdict"
 FINDING = "finding"
 ABOUT = "about"
-"""Kinds of events and their values. ``now``: a call starts (check, call, task, time limit in
-seconds); ``verdict``: a check has ended (name, outcome, remark); ``finding``: the fields of a
-finding; ``about``: a map of properties of the environment and its process."""
+"""Kinds of events, which determine their values. ``now``: a call starts (check, call, task, time
+limit in seconds). ``verdict``: a check has ended (name, outcome, remark). ``finding``: the fields
+of a finding. ``about``: a map of properties of the environment and its process."""
 FOLDER = "folder"
 FINGERPRINTS = "fingerprints"
 EXIT = "exit"
 ENDED = "ended"
 PASSPORT = "passport"
 """Keys of ``about`` that only the parent process uses: the folder of the environment's code, the
-fingerprints of the episodes, how the environment exited (status, location), that the checks are
-complete, and the path of the passport."""
+fingerprints of the episodes, the (status, location) with which the environment exited, a mark that
+the checks are complete, and the path of the passport."""
 ORDER = "order.json"
 DUMP = "dump"
-"""Files of a check: the order for the child process, and the file for the stacks of its threads."""
+"""Names of the files of a check: the order for the child process, and the stacks of its threads."""
 OK = "ok"
 FAULT = "fault"
 SKIPPED = "not run"
 READ = "read"
-"""Outcomes of a check; ``READ`` marks results that a person must judge."""
+"""Outcomes of a check; ``READ`` means that a person must judge the results."""
 
 
 @dataclass(frozen=True)
@@ -157,11 +160,12 @@ class Order:
     address: str = ""
     """Address of the environment's service; "" if it has none."""
     again: tuple[str, ...] = ()
-    """Cases that another process played; if not empty, only their fingerprints are computed."""
+    """Cases that another process played. If not empty, this process only computes their
+    fingerprints."""
     mutants: int = 0
-    """Maximum number of mutants of demonstrations; if not 0, only mutants are played."""
+    """Maximum number of mutants of demonstrations. If not 0, only mutants are played."""
     seed: int = 0
-    """Seed that draws demonstrations and mutants."""
+    """Random seed for choosing demonstrations and mutants."""
 
 
 def build_reporter(descriptor: int) -> Callable[..., None]:

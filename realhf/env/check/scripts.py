@@ -1,8 +1,8 @@
-"""Messages that a check sends to an environment: calls with arguments drawn from the schemas of the
-tools, and wrong messages.
+"""Messages that a check sends to an environment: tool calls with arguments drawn from the tools'
+schemas, and wrong messages.
 
-All are written as text and parsed like the turns of a policy, so that an environment receives
-nothing that it could not receive in training.
+All are written as text and parsed like the turns of a policy, so that an environment receives only
+what it could receive in training.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from realhf.api.environment import AssistantMessage
 _FAMILY = "hermes"
 """Chat template family whose format of tool calls is used."""
 _LONG_CHARS = 200_000
-"""Length of very long texts in characters."""
+"""Length of very long strings in characters."""
 _CONTROL = "\x00\x07\x08\x1b[31m\r\n\t\x7f\u202e"
 _FOREIGN = "naïve Σ π 你好 שלום 👩\u200d🚀 \ufeff e\u0301"
 _WORDS = ("1", "0", "7", "hello", "yes", "a b c", "I do not know.", "42")
-"""Messages of a policy without tools, and values of text arguments."""
+"""Messages of a policy without tools; also used as values of string arguments."""
 
 
 class WrongMessage(NamedTuple):
@@ -45,8 +45,8 @@ def call_text(name: str, arguments: Any) -> str:
 
 
 def schema_type(schema: Mapping[str, Any]) -> str:
-    """Return the type of a JSON schema: of several types, the first that is not null; "" if there
-    is none."""
+    """Return the type in a JSON schema; if it has several, the first one that is not null; "" if it
+    has none."""
     kind = schema.get("type", "")
     return (
         kind if isinstance(kind, str) else next((each for each in kind if each != "null"), "null")
@@ -120,8 +120,8 @@ def list_functions(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mappin
 
 
 def random_turns(tools: Sequence[Mapping[str, Any]], seed: int, turns: int) -> list[str]:
-    """Return the turns of a policy that calls tools with random arguments, or writes random words
-    if there are no tools."""
+    """Return turns of a policy that calls tools with random arguments, or writes random words if
+    there are no tools."""
     rng = random.Random(seed)
     signatures = list_functions(tools)
     texts = []
@@ -135,12 +135,12 @@ def random_turns(tools: Sequence[Mapping[str, Any]], seed: int, turns: int) -> l
 
 
 def talking_turns(turns: int) -> list[str]:
-    """Return the turns of a policy that never calls a tool."""
+    """Return turns of a policy that never calls a tool."""
     return [_WORDS[turn % len(_WORDS)] for turn in range(turns)]
 
 
 def wrong_messages(tools: Sequence[Mapping[str, Any]]) -> list[WrongMessage]:
-    """Return wrong messages of all kinds that a policy can write."""
+    """Return one wrong message of each kind that a policy can write."""
     texts = [
         ("an empty message", ""),
         ("white space", " \n\t "),

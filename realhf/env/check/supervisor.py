@@ -1,5 +1,5 @@
-"""Supervision of a check in a child process, which is ended at its deadline whatever the
-environment does in it."""
+"""Supervision of a check in a child process, which is ended at its deadline, whatever the
+environment's code does."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from realhf.env.check.report import (
 )
 
 _GRACE_S = 3.0
-"""Seconds beyond the limit of a call that are waited for its answer; the child itself reports a
-late call within this time."""
+"""Seconds to wait for an answer beyond the time limit of a call; within these the child itself
+reports a call that is late."""
 _START_S = 30.0
 """Seconds that the child may take to start."""
 _DUMP_S = 5.0
-"""Seconds to wait for the stacks of a silent child; the location is most helpful, and a busy
-machine is slow."""
+"""Seconds to wait for the stack dump of a silent child. They are generous, because the location is
+the most helpful part of a report and a busy machine is slow."""
 _EXIT_S = 3.0
 """Seconds that the child may take to exit after its last report."""
 _OUTPUT_BYTES = 8192
@@ -52,10 +52,11 @@ _READ_BYTES = 1 << 16
 
 
 class CheckSupervisor:
-    """Supervisor of one child process for ``order``.
+    """Supervisor of the child process for one ``order``.
 
-    ``on_event`` is called with every event as a list, including findings that only the end of the
-    child shows."""
+    ``on_event`` is called with every event as a list, including findings that are only known from
+    the way the child ended.
+    """
 
     def __init__(self, order: Order, code: UserCode, on_event: Callable[[list[Any]], None]) -> None:
         self._order = order
@@ -71,10 +72,10 @@ class CheckSupervisor:
         self._output = b""
 
     def run(self, limit_s: float, hash_seed: int) -> None:
-        """Run the child process to its end, for at most ``limit_s`` seconds; it no longer exists
-        when this returns or raises.
+        """Run the child process to its end, for at most ``limit_s`` seconds. When this returns or
+        raises, the child no longer exists.
 
-        ``hash_seed`` determines the child's hashes and so the order of its sets.
+        ``hash_seed`` sets the child's hash seed, and with it the iteration order of its sets.
         """
         with tempfile.TemporaryDirectory(prefix="realhf-check-") as folder, ExitStack() as stack:
             (Path(folder) / ORDER).write_text(json.dumps(asdict(self._order)), encoding="utf-8")
@@ -143,7 +144,7 @@ class CheckSupervisor:
     def _parse_lines(self, data: bytes) -> None:
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
-            # the environment may write to any descriptor of its process
+            # The environment may write to any descriptor of its process.
             with suppress(json.JSONDecodeError):
                 self._handle_event(json.loads(line))
 
@@ -209,8 +210,8 @@ class CheckSupervisor:
             self._report_finding("hangs", what, mend, where, self._task)
 
     def _locate(self, process: subprocess.Popen[bytes], dump: Path) -> str:
-        """Return where the child stands, from a dump of its stacks by faulthandler, which works
-        even while the interpreter lock is held; "" if unknown."""
+        """Return the line that the child is executing; "" if unknown. It is read from a stack dump
+        by faulthandler, which works even while the interpreter lock is held."""
         with suppress(OSError):
             process.send_signal(signal.SIGUSR1)
         end = process_clock.now() + _DUMP_S
@@ -232,8 +233,8 @@ def _kill_descendants(process: subprocess.Popen[bytes]) -> None:
     """Kill the child process, its session and its descendants in other sessions, and wait for the
     child.
 
-    It does nothing if the child was already waited for, because its process id may be reused.
-    Orphaned descendants in sessions of their own are not found.
+    It does nothing if the child has already been waited for, because its process id may be reused.
+    Orphaned descendants in their own sessions are not found.
     """
     if process.returncode is not None:
         return

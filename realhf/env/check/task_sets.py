@@ -1,4 +1,4 @@
-"""Checks of the task sets of an environment, and choice of the tasks that a check plays."""
+"""Checks of an environment's task sets, and selection of the tasks that a check plays."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ _SEEDS = (0, 1, 2, 12_345, 2**31 - 1)
 """Seeds of the instances that are checked."""
 _MANY_TEMPLATES = 200
 _FEW_SEEDS = 2
-"""Number of templates from which on only the first few seeds are checked, and the number of these
-seeds."""
+"""Number of seeds that are checked per template if there are at least _MANY_TEMPLATES templates."""
 _MAX_TWINS = 4
-"""Maximum number of twins."""
+"""Maximum number of pairs in ``TaskSetChecker.twins``."""
 
 
 class TaskSetChecker:
@@ -83,7 +82,7 @@ class TaskSetChecker:
         )
 
     def choose_tasks(self, count: int) -> list[Task]:
-        """Return at most ``count`` tasks to play, in turn from every group of both splits."""
+        """Return at most ``count`` tasks to play, taken in turn from every group of both splits."""
         rng = random.Random(0)
         by_group = [[*tasks] for tasks in self._by_group.values()]
         for tasks in by_group:
@@ -172,10 +171,10 @@ _LABELS = ("id", GROUP_COLUMN)
 
 
 def instance_key(task: Task) -> str:
-    """Return a text that is equal for tasks with the same episode.
+    """Return a string that is equal for tasks with the same episode.
 
-    Labels are ignored, unless the payload has nothing else: then the environment looks the task up
-    by them.
+    Labels (id and group) are ignored, unless the payload has nothing else; then the environment
+    looks the task up by them.
     """
     played = {
         name: value for name, value in task.payload.items() if name not in _LABELS
@@ -197,5 +196,5 @@ def _find_task_problem(task: object) -> str:
 
 
 def spread_evenly(items: Sequence[str], count: int) -> list[str]:
-    """Return at most ``count`` items, evenly spread over all."""
+    """Return at most ``count`` of the items, evenly spaced over the sequence."""
     return [*items[:: max(1, -(-len(items) // count))]]

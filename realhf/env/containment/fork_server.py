@@ -1,16 +1,17 @@
 """Fork server: a zygote process that imports what its children need and forks them on request,
-which is faster and takes less memory than starting programs.
+which is faster than starting programs and takes less memory.
 
 The owner (``ForkServer``) and the zygote exchange JSON datagrams over a socketpair; file
 descriptors travel with them as ancillary data. Every request has a number, which its reply repeats,
 so that a late reply is not taken for the reply to another request. A child starts its work only
-once the owner confirms that it holds the child's pidfd; if anything fails before that, the child
+once the owner confirms that it holds the child's pidfd. If anything fails before that, the child
 exits, so no child runs that the owner cannot kill.
 
 Children start with a single thread, share the zygote's memory copy-on-write, and die with the
 zygote. The zygote exits when the owner's end of the socketpair closes, so nothing is left behind
-even if the owner is killed by SIGKILL. If the owner adopts orphans, it may ask for children of its
-own, whose exit codes it receives: these are forked twice and outlive the zygote.
+even if the owner is killed by SIGKILL. An owner that adopts orphans may instead ask for children
+that become its own, so that it receives their exit codes: these are forked twice and outlive the
+zygote.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ _STATUS_BYTES = 8192
 _BEGIN = b"b"
 """Byte written to a child's pipe when it may start its work."""
 _NO_REQUEST = -1
-"""Request number that belongs to no request; it makes a child that waits for its start exit."""
+"""Request number that belongs to no request; a child that waits for its start signal exits when it
+receives it."""
 
 Child = Callable[[dict[str, Any], list[int]], None]
-"""Function run in the forked process, with its request and descriptors; the process exits when it
+"""Function run in the forked process with (request, descriptors); the process exits when it
 returns."""
 
 
@@ -110,10 +112,10 @@ class ForkServer:
     """Owner's side of a zygote: starts it and asks it for children. ``fork`` may be called from
     several threads.
 
-    module: run as ``python -m module <control fd> *arguments``; it calls ``serve_forks``. log: file
-    for stdout and stderr of the zygote; None inherits the owner's. environment: environment
-    variables; None inherits the owner's. prefix: words before ``python`` in the command line, of a
-    sandbox program that passes descriptors on. options: options of the Python interpreter.
+    module: run as ``python -m module <control fd> *arguments``; it must call ``serve_forks``. log:
+    file for the zygote's stdout and stderr; None inherits the owner's. environment: environment
+    variables; None inherits the owner's. prefix: words put before ``python`` in the command line,
+    of a sandbox program that passes descriptors on. options: options of the Python interpreter.
     """
 
     def __init__(
@@ -195,7 +197,7 @@ class ForkServer:
         return child
 
     def _receive_child(self, name: str, timeout_s: float) -> ForkedProcess:
-        """Return the child of the latest request; it waits for its start.
+        """Return the child for the latest request; the child still waits for its start signal.
 
         Replies to older requests, which timed out, are discarded; their children exit without
         having started.
@@ -242,10 +244,10 @@ class ForkServer:
         return self._process.pid if self._process else -1
 
     def stop(self, timeout_s: float = 3.0) -> None:
-        """Stop the zygote, and with it all children that it has not handed to the owner.
+        """Stop the zygote, and with it all children except those that the owner adopted.
         Idempotent.
 
-        After ``timeout_s`` seconds the zygote is killed.
+        The zygote is killed if it has not exited after ``timeout_s`` seconds.
         """
         if self._control is not None:
             self._control.close()
@@ -289,8 +291,8 @@ def _is_ending(status: bytes) -> bool:
 
 
 def _read_pid(pidfd: int) -> int:
-    """Return the pid of a process as this process sees it, which differs from the zygote's view if
-    the zygote is in a pid namespace of its own; -1 if the process has exited."""
+    """Return a process's pid as seen by this process; -1 if the process has exited. The zygote sees
+    another number if it is in its own pid namespace."""
     with open(f"/proc/self/fdinfo/{pidfd}") as info:
         return next(int(line.split()[1]) for line in info if line.startswith("Pid:"))
 
@@ -340,9 +342,9 @@ def _fork_child(
 ) -> tuple[int, int] | None:
     """Fork a child and send its pidfd to the owner.
 
-    Return the number of the request and the write end of the pipe at which the child waits for its
-    start; None after a failure, which is reported to the owner. A child whose pidfd could not be
-    sent exits.
+    Return (request number, write end of the pipe on which the child waits for its start signal), or
+    None after a failure, which is reported to the owner. If the pidfd cannot be sent, the child
+    exits.
     """
     pipe: tuple[int, ...] = ()
     try:
@@ -388,7 +390,8 @@ def _fork_twice() -> int:
                     os._exit(0)
             return 0
         writer.close()
-        # SIGCHLD is ignored, so waitpid only waits for its exit; then its child is adopted
+        # SIGCHLD is ignored, so waitpid only waits for the intermediate process to exit; its child
+        # is then adopted by the owner.
         with contextlib.suppress(ChildProcessError):
             os.waitpid(intermediate, 0)
         pid = int(reader.read(32) or -1)
@@ -407,8 +410,8 @@ def _become_child(
     *,
     adopted: bool,
 ) -> None:
-    """Wait for the start in the forked process, then run ``child`` and exit; exit code 0 only if
-    ``child`` returned."""
+    """Wait for the start signal in the forked process, then run ``child`` and exit. The exit code
+    is 0 only if ``child`` returned."""
     exit_code = 1
     try:
         if not adopted:

@@ -20,7 +20,7 @@ _MAX_FRAME_BYTES = 64 << 20
 
 
 class BadFrame(Exception):
-    """Invalid answer of a child, which must not be used any more."""
+    """Raised for an invalid answer from a child; the child must then no longer be used."""
 
 
 def read_frame(stream: Any) -> dict[str, Any] | None:
@@ -40,7 +40,7 @@ def encode_frame(message: dict[str, Any]) -> bytes:
 
 
 def has_unsolicited_data(channel: socket.socket) -> bool:
-    """Return whether the child has sent something without being asked, or has closed the
+    """Return whether the child has sent something without having been asked, or has closed the
     channel."""
     channel.setblocking(False)
     try:
@@ -53,7 +53,7 @@ def has_unsolicited_data(channel: socket.socket) -> bool:
 
 
 def receive_frame(channel: socket.socket, timeout_s: float) -> Any:
-    """Return the content of the next frame; no byte after it is read.
+    """Return the content of the next frame, without reading beyond it.
 
     Raises TimeoutError after ``timeout_s`` seconds, and BadFrame for a frame that is too large,
     invalid or incomplete.
@@ -69,8 +69,8 @@ def receive_frame(channel: socket.socket, timeout_s: float) -> Any:
 
 
 def _receive(channel: socket.socket, size: int, deadline: float) -> bytes:
-    """Return exactly ``size`` bytes. ``deadline`` is a time of process_clock.now. Raises
-    TimeoutError and BadFrame."""
+    """Return exactly ``size`` bytes. ``deadline`` is a time on the clock ``process_clock.now``.
+    Raises TimeoutError and BadFrame."""
     parts: list[bytes] = []
     while size:
         remaining_s = deadline - process_clock.now()

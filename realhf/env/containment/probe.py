@@ -1,9 +1,9 @@
-"""Selection of containment layers, and a self-test that tries to break each layer before anything
-is served.
+"""Selection of containment layers, and a self-test that tries to break each layer before the server
+starts.
 
-The kernel's layers are tried by calls of C functions, which the interpreter's audit hooks do not
-see; the hooks are tried by operations that the kernel would allow. No layer counts as active merely
-because its installation reported success.
+The kernel's layers are tested by calling C functions, which the interpreter's audit hooks do not
+see; the hooks are tested by operations that the kernel would allow. A layer counts as active only
+if the test passes, not merely because its installation reported success.
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ class Attempt:
     act: str
     """The operation, as a verb phrase for messages."""
     stopped: bool
-    """Whether the operation failed with an error that this layer causes, and not by accident."""
+    """Whether the operation failed with an error that this layer causes, rather than for another
+    reason."""
     outcome: str
-    """Name of the error (EPERM, ..), "denied" by a hook, or "possible"."""
+    """Name of the error (such as EPERM), "denied" if a hook raised, or "possible" if the operation
+    succeeded."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class ProbeTargets:
 
 
 def run_probe(guard: ProcessGuard, request: Mapping[str, Any], fds: list[int]) -> None:
-    """Try the layers, in the forked child, and send the attempts as a frame over the first
+    """Try the layers in the forked child, and send the attempts as a frame over the first
     descriptor; the other descriptors are closed. ``request`` holds the fields of
     ``ProbeTargets``."""
     channel = socket.socket(fileno=fds[0])
@@ -103,8 +105,8 @@ def run_probe(guard: ProcessGuard, request: Mapping[str, Any], fds: list[int]) -
 
 
 class _LibcCalls:
-    """C functions, whose errors are reported as the kernel returns them. They are bound before the
-    audit hooks are installed, which forbid binding any."""
+    """C functions whose errors are reported as the kernel returns them. They are bound before the
+    audit hooks are installed, because the hooks deny binding."""
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None)
@@ -122,8 +124,8 @@ class _LibcCalls:
     def attempt(
         self, layer: str, act: str, function: Any, *arguments: Any, by: tuple[int, ...]
     ) -> Attempt:
-        """Call a C function and return the attempt. It counts as stopped if the call fails with one
-        of the error numbers ``by``, which are those that the layer causes."""
+        """Call a C function and return the attempt. It counts as stopped if the call fails with an
+        error number in ``by``, which are those that the layer causes."""
         result = function(*arguments)
         number = self._errno()[0]
         if function is self.fork and result == 0:
@@ -164,7 +166,7 @@ def _try_system_calls(
     yield calls.attempt(
         FILTER, "start a program", calls.execve, b"/nonexistent/program", None, None, by=expected
     )
-    # Without a filter these calls have no effect: the signal is 0, and no new limit is given.
+    # Without a filter these calls would have no effect: the signal is 0, and no new limit is given.
     parent = os.getppid()
     machine = seccomp.machine()
     yield calls.attempt(
@@ -223,8 +225,8 @@ def _fork() -> None:
 
 
 def _try_limits(guard: ProcessGuard, unlinked: int) -> Iterator[Attempt]:
-    """Yield attempts that the resource limits must stop. ``unlinked``: descriptor of a memory
-    file."""
+    """Yield attempts that the resource limits must stop. ``unlinked``: descriptor of an anonymous
+    memory file."""
     acts: Mapping[str, tuple[Callable[[], Any], int]] = {
         "take more memory": (
             lambda: mmap.mmap(-1, guard.memory_bytes, flags=mmap.MAP_PRIVATE),
@@ -252,14 +254,16 @@ def _error_name(error: OSError) -> str:
 
 
 SANDBOX_MODES = ("auto", "bwrap", "plain")
-"""Values of SANDBOX: bubblewrap if it works, bubblewrap or an error, no bubblewrap."""
+"""Values of SANDBOX: ``auto`` (bubblewrap if it works), ``bwrap`` (bubblewrap, or an error),
+``plain`` (no bubblewrap)."""
 LAMBDA_MODES = ("stub", "sandbox")
-"""Values of LAMBDA: code of Lambda functions never runs, or runs in bubblewrap."""
+"""Values of LAMBDA: ``stub`` (the code of Lambda functions never runs) and ``sandbox`` (it runs in
+bubblewrap)."""
 
 
 class NotContained(RuntimeError):
-    """A required layer does not hold, so an agent's code could reach the host; nothing is
-    served."""
+    """Raised if a required layer is not effective, so that an agent's code could reach the host;
+    the server must not start."""
 
 
 @dataclass
@@ -273,13 +277,13 @@ class Containment:
     program: Path | None = None
     """Path of bubblewrap if simulators and CLI workers run in it, else None."""
     broker: Path | None = None
-    """Path of bubblewrap if code of Lambda functions runs in it, else None."""
+    """Path of bubblewrap if the code of Lambda functions runs in it, else None."""
     no_network: bool = False
     """Whether the zygotes reported that they have no network."""
     observed: Mapping[str, str] = field(default_factory=dict)
-    """Result of the self-test for each layer, as text (see ``describe_layers``)."""
+    """Result of the self-test for each layer, as a string (see ``describe_layers``)."""
     tested: Sequence[str] = field(default_factory=tuple)
-    """Names of further self-tests that passed, for the statement in the log."""
+    """Names of further self-tests that passed, for the text logged at start."""
 
     @classmethod
     def decide(cls, sandbox: str, lambda_mode: str) -> Containment:
@@ -312,12 +316,13 @@ class Containment:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The layers that are claimed to be active, and are therefore tried."""
+        """The layers that this configuration claims to be active; the self-test tries each of
+        them."""
         optional = {NETWORK: self.no_network, BUBBLEWRAP: self.program is not None}
         return tuple(layer for layer in LAYERS if optional.get(layer, True))
 
     def statement(self) -> str:
-        """Return the text for the log at start: which layers are active, as observed, and which are
+        """Return the text to log at start: which layers were found to be active, and which are
         not."""
         file_system = "on: read-only system, private /tmp, own pids" if self.program else "off"
         if self.program is None and self.sandbox == "auto":
@@ -353,7 +358,7 @@ SIMULATORS = "simulators"
 WORKERS = "CLI workers"
 """Name of the zygote of the CLI workers."""
 _FOLDERS = {SIMULATORS: "simulators", WORKERS: "files"}
-"""Folder in the pool's folder that the children of each zygote may write to."""
+"""Subfolder of the pool's folder that each zygote's children may write to."""
 _PROBE_S = 30.0
 """Timeout in seconds of forking a probe, and of its answer."""
 
@@ -378,7 +383,7 @@ def probe_layers(
                 tuple(layers),
             )
             attempts[kind] = _probe(zygote, kind, targets)
-            # a read-only file system refuses even to remove a missing file
+            # A read-only file system refuses even to remove a missing file.
             if os.path.lexists(new_file):
                 new_file.unlink(missing_ok=True)
             if NETWORK in layers and select.select([canary], [], [], 0)[0]:
@@ -416,10 +421,10 @@ def describe_layers(
     may_lack: frozenset[str],
     option: str = "--may-lack",
 ) -> dict[str, str]:
-    """Return one line per layer about what was observed.
+    """Return one line per layer that says what the self-test observed.
 
-    Raises NotContained for a layer that was not tried or does not hold, unless it is among
-    ``may_lack``; the error names ``option`` as the option that sets these.
+    Raises NotContained for a layer that was not tried or is not effective, unless it is in
+    ``may_lack``; ``option`` is the name of the command-line option for that set, for the error.
     """
     lines: dict[str, str] = {}
     for layer in layers:

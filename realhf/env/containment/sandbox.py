@@ -64,7 +64,8 @@ _LINK_EVENTS = (
 
 
 class Denied(PermissionError):
-    """Operation that the sandbox stopped. The text names the rule and never a path of the host."""
+    """Raised for an operation that the sandbox denied. The message names the rule, and never a path
+    on the host."""
 
 
 def _prctl(option: int, value: int) -> None:
@@ -93,21 +94,22 @@ def leave_network() -> bool:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     isolated = libc.unshare(_CLONE_NEWNET) == 0 or libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0
-    # a new user namespace clears it, and the owner could no longer read /proc/PID
+    # A new user namespace clears the dumpable flag, without which the owner could not read
+    # /proc/PID.
     _prctl(_PR_SET_DUMPABLE, 1)
     return isolated
 
 
 def apply_network_mode(mode: str) -> bool:
-    """Apply a network mode (``Containment.network_mode``): ``outer`` has no network already,
-    ``auto`` leaves it if possible, ``plain`` keeps it. Return whether this process has no network
-    now."""
+    """Apply a network mode (see ``Containment.network_mode``): ``outer`` assumes that there is no
+    network already, ``auto`` leaves the network if possible, ``plain`` keeps it. Return whether
+    this process now has no network."""
     return mode == "outer" or (mode == "auto" and leave_network())
 
 
 def verify_containment() -> None:
-    """Try operations that the audit hooks must deny. Raises RuntimeError naming the first one that
-    was not denied."""
+    """Try operations that the audit hooks must deny. Raises RuntimeError naming the first operation
+    that was not denied."""
     attempts: dict[str, Callable[[], object]] = {
         "start a program": lambda: os.posix_spawn("/bin/true", ["true"], {}),
         "fork": os.fork,
@@ -144,7 +146,8 @@ def limit_resources(
         hard = resource.getrlimit(kind)[1]
         ceiling = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (ceiling, ceiling))
-    # else it is ``ulimit -s``, which may be large, and every stack is private memory
+    # Otherwise the size is ``ulimit -s``, which may be large, and every stack counts as private
+    # memory.
     threading.stack_size(8 << 20)
 
 
@@ -168,14 +171,14 @@ def package_roots() -> tuple[str, ...]:
 
 
 def package_folder() -> str:
-    """Return the folder of this package, which contains tasks and answers that no contained process
-    may read. It may lie among the installed packages."""
+    """Return the folder of this package, which contains tasks and answers that contained processes
+    must not read. It may lie among the installed packages."""
     return str(PACKAGE)
 
 
 @dataclass
 class WriteBudget:
-    """Numbers of files and folders that a contained process may still create."""
+    """Remaining numbers of files and folders that a contained process may create."""
 
     files: int = 0
     """How many files may still be opened for writing."""
@@ -190,32 +193,33 @@ class WriteBudget:
         return self.files >= 0
 
     def take_folder(self, depth: int) -> bool:
-        """Use up one folder, which has ``depth`` folders above it; return False if none was left or
-        it is too deep."""
+        """Use up one folder that lies below ``depth`` other folders; return False if none was left
+        or it is too deep."""
         self.folders -= 1
         return self.folders >= 0 and depth < self.depth
 
 
 @dataclass(frozen=True)
 class AuditGuard:
-    """Audit hook that restricts what the interpreter of a contained process may do. Paths are
-    compared after symbolic links are resolved."""
+    """Audit hook that restricts what a contained process's interpreter may do. Paths are compared
+    after symbolic links are resolved."""
 
     read_roots: tuple[str, ...]
-    """Folders whose files may be opened for reading (packages, time zones), except for those in
-    this package's own folder."""
+    """Folders whose files may be opened for reading (packages, time zones); files in this package's
+    own folder are excluded."""
     write_roots: tuple[str, ...] = ()
     """Folders that may be read and written."""
     on_denied: Callable[[str, str], None] | None = None
     """Called with the rule and the text of each denied operation."""
     writes: WriteBudget | None = None
-    """How many files and folders may be created; None for any number. The owner may refill it."""
+    """Limit on files and folders that may still be created; None for no limit. The owner may refill
+    it."""
     egress: Callable[[str, tuple[object, ...]], bool] | None = None
     """Called with the name and arguments of a network event; returns whether it is allowed. None
     denies all."""
 
     def install(self) -> None:
-        """Add the hook, which cannot be removed for the life of the process."""
+        """Add the hook; it cannot be removed for the rest of the process's life."""
         sys.addaudithook(self._make_hook())
 
     def _make_hook(self) -> Callable[[str, tuple[object, ...]], None]:
@@ -284,12 +288,12 @@ def _opens_for_writing(mode: object, flags: object) -> bool:
 
 
 def _resolve_root(path: str) -> str:
-    """Return a resolved folder with a final slash, for comparison by prefix."""
+    """Return a folder's resolved path with a final slash, for comparison by prefix."""
     return os.path.realpath(path) + "/"
 
 
 def _classify(event: str) -> str:
-    """Return the rule that applies to an audit event; "pass" allows it."""
+    """Return the name of the rule for an audit event; "pass" if it is allowed."""
     if event == "open":
         return "open"
     if event in _WRITE_EVENTS:
@@ -312,16 +316,16 @@ HOOKS, FILTER, LIMITS, NETWORK, BUBBLEWRAP = LAYERS = (
     "network",
     "bubblewrap",
 )
-"""The layers: audit hooks of the interpreter, seccomp filter, resource limits, an empty network
-namespace, a separate file system."""
+"""Layers of containment: the interpreter's audit hooks, a seccomp filter, resource limits, an empty
+network namespace, and a separate file system."""
 _RESERVED_ADDRESS_BYTES = 3 << 29
-"""Address space that is allowed beyond private memory: shared mappings, and what allocators reserve
-for threads and never touch."""
+"""Address space allowed beyond private memory: for shared mappings, and for memory that allocators
+reserve for threads but never touch."""
 
 
 @dataclass(frozen=True)
 class ProcessGuard:
-    """Limits of one kind of contained process."""
+    """Limits for one kind of contained process."""
 
     file_bytes: int
     """Maximum size of a file that it writes."""
@@ -332,14 +336,14 @@ class ProcessGuard:
     cpu_s: int
     """Maximum CPU time in seconds."""
     may_lack: frozenset[str] = frozenset()
-    """Layers without which the process may run."""
+    """Layers that may be missing; without any other layer the process must not run."""
     read_roots: tuple[str, ...] = field(default_factory=package_roots)
-    """Folders that it may read, as of ``AuditGuard``."""
+    """Folders that it may read, see ``AuditGuard``."""
 
     @property
     def address_bytes(self) -> int:
-        """Maximum bytes of address space: private memory, and room for shared mappings and for what
-        allocators reserve for threads and never touch."""
+        """Maximum bytes of address space: private memory, plus room for shared mappings and for
+        memory that allocators reserve for threads but never touch."""
         return self.memory_bytes + _RESERVED_ADDRESS_BYTES
 
     def apply(
@@ -348,11 +352,11 @@ class ProcessGuard:
         on_denied: Callable[[str, str], None] | None = None,
         writes: WriteBudget | None = None,
     ) -> None:
-        """Contain this process for its whole life; it can write only to ``folder``. Must be called
-        with a single thread.
+        """Contain this process for the rest of its life; it can write only to ``folder``. Must be
+        called with a single thread.
 
-        on_denied, writes: see ``AuditGuard``. Raises RuntimeError naming a layer that does not hold
-        and is not in ``may_lack``.
+        on_denied, writes: see ``AuditGuard``. Raises RuntimeError naming a layer that cannot be
+        applied and is not in ``may_lack``.
         """
         forbid_new_privileges()
         if not seccomp.install() and FILTER not in self.may_lack:
@@ -370,7 +374,7 @@ class ProcessGuard:
 
 
 _PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
-"""Folders in which bubblewrap is looked for, in place of PATH."""
+"""Folders searched for bubblewrap, instead of those in PATH."""
 _SYSTEM = (
     "/usr",
     "/lib",
@@ -391,9 +395,9 @@ _NAMESPACES = (
 """Options of bubblewrap: new namespaces, no capabilities, an unprivileged user, death with the
 parent."""
 _CLEANUP_SCRIPT = '"$@" && /bin/rm -rf -- "$0"'
-"""Shell program that removes a folder after its command has succeeded.
+"""Shell program that runs a command and removes a folder once the command has succeeded.
 
-The shell outlives the thread that started it, so for bubblewrap dying with the parent means dying
+The shell outlives the thread that started it, so bubblewrap's death with its parent means its death
 with the shell. If the owner is killed before it can remove the folder, the shell removes it once
 the zygote has exited.
 """
@@ -428,13 +432,13 @@ def sandbox_command(
     writable: Sequence[Path] = (),
     private: Sequence[Path] = (),
 ) -> list[str]:
-    """Return the words to put before a command so that it runs in bubblewrap, for Python programs
-    of this package.
+    """Return the words to put before the command of one of this package's Python programs so that
+    it runs in bubblewrap.
 
-    parts: files and folders of this package, relative to it, that are visible; all else of it is
-    hidden, so that code that escapes the interpreter's hooks finds no tasks and no answers.
-    writable: folders of the host that can be changed. private: folders that are empty and belong to
-    the sandbox. Inherited descriptors keep working.
+    parts: files and folders of this package, relative to it, that are visible. The rest of the
+    package is hidden, so that code that escapes the interpreter's hooks finds neither tasks nor
+    answers. writable: folders of the host that can be changed. private: folders that are empty and
+    belong to the sandbox. Inherited descriptors keep working.
     """
     python = {
         sys.base_prefix,
@@ -460,7 +464,7 @@ def hide_folder(folder: str) -> list[str]:
 
 
 def _hide_package(parts: Sequence[str]) -> list[str]:
-    """Return the options that hide this package except for ``parts``."""
+    """Return the options that hide this package's folder except for ``parts``."""
     package = package_folder()
     words = ["--tmpfs", package]
     for name in parts:

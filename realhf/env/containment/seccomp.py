@@ -1,10 +1,10 @@
-"""Seccomp filter by which the kernel refuses new programs, new processes, new sockets and signals
+"""Seccomp filter that makes the kernel refuse new programs, new processes, new sockets, and signals
 to other processes.
 
-The audit hook of ``sandbox`` covers what Python code does; this filter also covers C code
-(connections of uvloop, a fork or a signal sent by a library). Threads remain possible: ``clone`` is
-allowed only with CLONE_THREAD. ``clone3``, whose flags a filter cannot read, fails with ENOSYS,
-whereupon the C library falls back to ``clone``.
+The audit hook in ``sandbox`` restricts Python code; this filter also restricts C code (connections
+made by uvloop, a fork or a signal sent by a library). Threads remain possible: ``clone`` is allowed
+only with CLONE_THREAD. ``clone3``, whose flags a filter cannot read, fails with ENOSYS, so that the
+C library falls back to ``clone``.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Machine(NamedTuple):
     clone3: int
     """Number of ``clone3``, which fails with ENOSYS."""
     tgkill: int
-    """Number of ``tgkill``, which is allowed for the own process only."""
+    """Number of ``tgkill``, which may only signal this process itself."""
     prlimit64: int
-    """Number of ``prlimit64``, which is allowed for pid 0, the calling process, only."""
+    """Number of ``prlimit64``, which is allowed only with pid 0 (the calling process)."""
     denied_calls: tuple[int, ...]
     """Numbers of the system calls that always fail with EPERM."""
 
