@@ -34,7 +34,7 @@ WEAK_RATE = 0.7
 _SEED_BITS = 31
 """Bits of the seeds that are drawn for instances."""
 _FAILURES = 3
-"""Number of groups without a valid rollout after which a template without results is no longer
+"""Number of groups without a valid rollout after which a template that has no results is no longer
 preferred as untried."""
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -42,8 +42,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class TaskSet(Protocol[T_co]):
-    """The templates of a curriculum, by name or number, in groups of rising difficulty, and their
-    instances. ``realhf.api.environment.TaskSet`` satisfies it."""
+    """Templates of a curriculum, identified by name or number, in groups of rising difficulty, and
+    their instances. ``realhf.api.environment.TaskSet`` satisfies it."""
 
     @property
     def group_of(self) -> Mapping[Any, str]:
@@ -52,7 +52,8 @@ class TaskSet(Protocol[T_co]):
 
     @property
     def groups(self) -> Sequence[str]:
-        """All existing groups, easiest first, including those without a template here."""
+        """All existing groups, easiest first, including groups of which no template is in this
+        set."""
         ...
 
     def instantiate(self, template_id: Any, seed: int) -> T_co:
@@ -84,9 +85,8 @@ class TemplateRecord:
 
     @property
     def untried(self) -> bool:
-        """Whether the template has no result yet and fewer than ``_FAILURES`` failed groups;
-        without this limit, a template whose environment always fails would be part of every
-        batch."""
+        """Whether the template has no result yet and fewer than ``_FAILURES`` failed groups.
+        Without this limit, a template whose environment always fails would be in every batch."""
         return not self.attempts and self.failures < _FAILURES
 
     @property
@@ -356,7 +356,7 @@ class LearnabilityCurriculum(Curriculum[T]):
         if self._untried_share < 1 and any(
             self.weight(template_id) > self._floor for template_id in tried
         ):
-            # random rounding keeps the share on average, even for batches of one
+            # Random rounding keeps the share right on average, even for batches of one.
             max_untried = int(self._untried_share * count + self._rng.random())
         chosen = untried[:max_untried]
         if len(chosen) < count:
@@ -398,8 +398,8 @@ def _even_draws(
 ) -> list[Any]:
     """Make ``count`` weighted draws by systematic resampling, in random order.
 
-    Each item is drawn within one of its expected number of times, so that a batch follows the
-    weights as closely as possible.
+    The number of draws of each item differs from its expected number by less than one, so that a
+    batch follows the weights as closely as possible.
     """
     step = sum(weights) / count
     position = rng.random() * step
@@ -447,8 +447,8 @@ class PriorityRule:
     fast_track_rate: float = 0.9
     """Minimum success rate in a group for early promotion."""
     promotion: Sequence[tuple[int, float]] = ((5, 0.6), (5, 0.6), (8, 0.65), (10, 0.7))
-    """(minimum episodes, minimum success rate) to leave the first group, the second, and so on; the
-    last pair applies to all further groups."""
+    """(minimum episodes, minimum success rate) required to leave the first group, the second group,
+    and so on; the last pair applies to all further groups."""
 
     def __post_init__(self) -> None:
         if not self.promotion:
@@ -601,8 +601,8 @@ class PriorityCurriculum(Curriculum[T]):
             }
 
     def stats(self) -> dict[str, float]:
-        """Return the metrics of ``Curriculum``, and the index and episodes of the group and the
-        numbers of graduated and due templates."""
+        """Return the metrics of ``Curriculum``, and those of this strategy: index of the current
+        group, its episodes, and numbers of graduated and of due templates."""
         with self._lock:
             records = self._records.values()
             return super().stats() | {
@@ -723,8 +723,8 @@ class TaskSource:
         return items
 
     def record(self, results: Sequence[SampleResult]) -> None:
-        """Report results to the curriculum; rollouts without a reward, which failed through no
-        fault of the policy, do not count."""
+        """Report results to the curriculum. Rollouts without a reward do not count, because they
+        failed through no fault of the policy."""
         for result in results:
             valid = [i for i, reward in enumerate(result.rewards) if reward is not None]
             achieved = sum(bool(result.achieved[i]) for i in valid) / len(valid) if valid else None

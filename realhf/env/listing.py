@@ -23,7 +23,7 @@ ABOUT = (
 )
 """Shown by ``--help``."""
 _RESET_S = 10.0
-"""Seconds that reset and close of an environment may take."""
+"""Maximum seconds for an environment's reset and close."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def describe_environment(name: str) -> dict[str, Any]:
-    """Return the row of an environment; ``error`` is "" unless it does not load."""
+    """Return the table row of an environment; its ``error`` is "" unless the environment cannot be
+    loaded."""
     row: dict[str, Any] = {
         "name": name,
         "groups": {},
@@ -73,7 +74,8 @@ def describe_environment(name: str) -> dict[str, Any]:
 
 
 async def _describe_interface(spec: EnvironmentSpec) -> str:
-    """Return ``3 tools`` or ``text``, by the opening of the first task."""
+    """Return a text such as ``3 tools``, or ``text``, according to the opening of the first
+    task."""
     tasks = spec.tasks(TRAIN)
     task = tasks.instantiate(next(iter(tasks.group_of)), 0)
     environment = spec.make("")

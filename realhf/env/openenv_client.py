@@ -1,10 +1,10 @@
 """Client of OpenEnv sessions over a WebSocket, and of the HTTP pages on which a server describes
 itself.
 
-Connecting consists of a handshake and a request of the state. A request without a reply (timeout,
-cancellation, lost connection) makes the connection unusable: it is closed at once, so that a late
-reply can never be taken for the reply to another request. If the server echoes ids, each reply must
-have the id of its request. Source: docs/reference/environment.md 2.1, 2.3, 2.4.
+To connect, the client makes the handshake and requests the state. A request without a reply
+(timeout, cancellation, lost connection) makes the connection unusable; it is closed at once, so
+that a late reply can never be taken for the reply to another request. If the server echoes ids,
+each reply must have the id of its request. Source: docs/reference/environment.md 2.1, 2.3, 2.4.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CAPACITY_ADVICE = (
     "accumulation steps x "
     "devices), and the server must have at least as many (--pool-size)"
 )
-"""Explanation of the number of sessions for errors of capacity."""
+"""Advice on the number of sessions, for errors of a server without a free session."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class StepResult:
 
 
 class ConnectError(ConnectionError):
-    """Failure to open a session."""
+    """Raised if a session cannot be opened."""
 
 
 class CapacityError(ConnectError):
-    """Refusal of a session by a server without a free one; ``retry_after_s`` is the server's advice
-    in seconds."""
+    """Raised if a server has no free session. ``retry_after_s``: seconds after which the server
+    advises to try again."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -66,15 +66,16 @@ class CapacityError(ConnectError):
 
 
 class ConnectionLost(ConnectionError):
-    """Connection closed by the server, or lost during a request."""
+    """Raised if the server closed the connection, or if it was lost during a request."""
 
 
 class ConnectionPoisoned(ConnectionError):
-    """Use of a connection that was closed after a request without a reply, or was never opened."""
+    """Raised if a connection is used that was closed after a request without a reply, or was never
+    opened."""
 
 
 class MessageTimeout(TimeoutError):
-    """Absence of a reply within the message timeout."""
+    """Raised if no reply came within the message timeout."""
 
 
 class EnvError(RuntimeError):
@@ -205,17 +206,18 @@ class OpenEnvClient:
         return await self._request_step({"type": "reset", "data": kwargs})
 
     async def step(self, command: str | Mapping[str, Any]) -> StepResult:
-        """Run a command, or send the action of another kind of environment. Raises as ``reset``."""
+        """Run a command, or send an action in another environment's format. Raises the errors of
+        ``reset``."""
         action = {"command": command} if isinstance(command, str) else dict(command)
         return await self._request_step({"type": "step", "data": action})
 
     async def state(self) -> dict[str, Any]:
-        """Return the state of the session. Raises as ``reset``."""
+        """Return the state of the session. Raises the errors of ``reset``."""
         return (await self._reply({"type": "state"}, "state"))["data"]
 
     async def _request_first_state(self, connection: ClientConnection) -> dict[str, Any]:
-        """Request the state. If the connection is lost, raise the EnvError that a full server may
-        have sent before closing it."""
+        """Request the state. If the connection is lost, raise the EnvError that a server without a
+        free session may have sent before it closed the connection."""
         try:
             return await self.state()
         except ConnectionLost:
@@ -232,8 +234,8 @@ class OpenEnvClient:
             raise self._protocol_error(error) from error
 
     async def close(self) -> None:
-        """Send a close message and close the connection, within seconds; safe to repeat and if the
-        server is gone or hangs."""
+        """Send a close message and close the connection, within seconds. May be called again, and
+        when the server is gone or hangs."""
         connection = self._connection
         self._connection = None
         if connection is None:
@@ -257,9 +259,10 @@ class OpenEnvClient:
             connection.transport.abort()
 
     async def _reply(self, message: dict[str, Any], kind: str) -> dict[str, Any]:
-        """Send a request and return its reply of type ``kind``.
+        """Send a request and return its reply, which must be of type ``kind``.
 
-        Raises as ``reset``. An invalid reply closes the connection and raises ConnectionLost.
+        Raises the errors of ``reset``. An invalid reply closes the connection and raises
+        ConnectionLost.
         """
         connection = self._connection
         if connection is None:
@@ -349,8 +352,8 @@ _MAX_PAGE_BYTES = 1 << 20
 
 
 def split_token(url: str) -> tuple[str, str | None]:
-    """Split an address ``http://:TOKEN@HOST`` into the address without the token and the token;
-    None if there is none."""
+    """Split an address ``http://:TOKEN@HOST``. Return (address without the token, token or
+    None)."""
     scheme, separator, remainder = url.partition("://")
     credentials, separator_at, host = remainder.partition("@")
     if not separator_at or "/" in credentials:
@@ -428,7 +431,7 @@ async def _exchange(
 
 
 class _ReceivedBytes:
-    """The part of a socket's interface that HTTPResponse reads."""
+    """The part of a socket's interface that HTTPResponse needs, over bytes already received."""
 
     def __init__(self, raw: bytes) -> None:
         self._raw = raw

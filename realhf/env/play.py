@@ -36,11 +36,11 @@ from realhf.env.loader.load import build_environment, parse_options
 
 
 def typed_lines(console: Console, *, terminal: bool) -> Iterator[str]:
-    """Yield the typed lines until Ctrl-D or the end of the input; a line that ends with a backslash
-    is continued by the next.
+    """Yield the typed lines until Ctrl-D or the end of the input. A line that ends with a backslash
+    is continued by the next one.
 
-    A terminal has line editing and history. Lines of a pipe are echoed, so that the output is a
-    transcript.
+    A terminal offers line editing and history. Lines read from a pipe are echoed, so that the
+    output is a transcript.
     """
     if terminal:
         import readline  # noqa: F401 (enables line editing in ``input``)
@@ -74,7 +74,7 @@ TOOLS = "tools"
 RESTART = "restart"
 NEXT = "next"
 QUIT = "quit"
-"""The kinds of typed lines: a message, a call, and the commands."""
+"""Kinds of typed lines: a message, a call, and the commands."""
 HELP_TEXT = """\
 Type what a policy would say. A line that ends with a backslash goes on in the next one.
 /tool NAME key=value ...   call a tool by hand; values with spaces stand in quotes
@@ -94,7 +94,7 @@ _COMMAND_KINDS = {
     "/quit": QUIT,
     "/exit": QUIT,
 }
-"""Commands and the kinds of their lines."""
+"""Kinds of lines by command."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class Board:
         self._console.print(Text(_printable_text(content)), soft_wrap=True)
 
     def turn(self, turn: Turn, so_far: float) -> None:
-        """Show the environment's answer; ``so_far`` is the return of the episode including it."""
+        """Show the environment's answer. ``so_far``: return of the episode including this turn."""
         self.messages(turn.messages)
         parts = []
         if turn.reward is not None:
@@ -286,9 +286,10 @@ _CLOSE_S = 3.0
 
 
 def choose_task(spec: EnvironmentSpec, split: str, template: str, seed: int) -> Task:
-    """Return an instance of a template; ``seed`` draws it, and also the template if that is "".
+    """Return an instance of a template. ``seed`` determines the instance and, if ``template`` is
+    "", also the template.
 
-    Raises ValueError for a template that the split does not have, and for a split without tasks.
+    Raises ValueError for a template that is not in the split, and for a split without tasks.
     """
     tasks = spec.tasks(split)
     templates = [*tasks.group_of]
@@ -302,10 +303,10 @@ def choose_task(spec: EnvironmentSpec, split: str, template: str, seed: int) -> 
 
 
 class Game:
-    """Player of episodes of ``spec`` on its own event loop; ``timeout_s`` bounds every call of the
-    environment.
+    """Player of episodes of ``spec`` on its own event loop; every call of the environment is
+    limited to ``timeout_s`` seconds.
 
-    It must be closed at the end.
+    ``close`` must be called at the end.
     """
 
     def __init__(
@@ -368,7 +369,7 @@ class Game:
             self._loop.stop(_STOP_S)
 
     def _start_episode(self, task: Task, split: str, seed: int) -> bool:
-        """Start an episode; return whether the environment works."""
+        """Start an episode; return False if the environment failed."""
         self._board.title(self._spec, task, split, seed)
         self._return = 0.0
         self._is_over = True
@@ -392,7 +393,7 @@ class Game:
         return True
 
     def _send(self, typed: TypedLine, task: Task) -> bool:
-        """Send a message or call; return whether the environment works."""
+        """Send a message or call; return False if the environment failed."""
         environment = self._environment
         opening = self._opening
         assert environment is not None and opening is not None
@@ -423,8 +424,8 @@ class Game:
             self._board.line(f"the episode is over, its return is {self._return:g}", "bold")
 
     def _report_failure(self, error: CallFailed) -> bool:
-        """Report that the environment failed, and release the instance, whose state is unknown.
-        Return False."""
+        """Report that the environment failed, and release the instance, because its state is
+        unknown. Returns False."""
         self._is_over = True
         self._board.line(
             f"the environment failed: {error.what}{f', at {error.where}' if error.where else ''}",

@@ -28,17 +28,17 @@ _MAX_NAME_CHARS = 60
 
 
 class WrittenFiles(NamedTuple):
-    """The result of ``write_files``."""
+    """Result of ``write_files``."""
 
     files: tuple[Path, Path]
-    """The written files: the environment and its test."""
+    """The written files: (environment, its test)."""
     commands: tuple[str, ...]
     """Shell commands to continue with: check, play and train."""
 
 
 def write_files(name: str, env_format: str, folder: Path) -> WrittenFiles:
-    """Write ``NAME.py`` and ``test_NAME.py``, both or none; ``env_format`` is a key of
-    ``ENV_FORMATS``.
+    """Write ``NAME.py`` and ``test_NAME.py``; if one cannot be written, neither is. ``env_format``
+    is a key of ``ENV_FORMATS``.
 
     Raises ValueError for a name that is not a valid module name or is taken by another module, and
     for files that exist or cannot be written.

@@ -140,7 +140,7 @@ def talking_turns(turns: int) -> list[str]:
 
 
 def wrong_messages(tools: Sequence[Mapping[str, Any]]) -> list[WrongMessage]:
-    """Return one wrong message of each kind that a policy can write."""
+    """Return wrong messages of every kind that a policy can write."""
     texts = [
         ("an empty message", ""),
         ("white space", " \n\t "),

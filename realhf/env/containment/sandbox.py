@@ -355,8 +355,8 @@ class ProcessGuard:
         """Contain this process for the rest of its life; it can write only to ``folder``. Must be
         called with a single thread.
 
-        on_denied, writes: see ``AuditGuard``. Raises RuntimeError naming a layer that cannot be
-        applied and is not in ``may_lack``.
+        on_denied, writes: see ``AuditGuard``. Raises RuntimeError naming a layer that is not
+        effective and is not in ``may_lack``.
         """
         forbid_new_privileges()
         if not seccomp.install() and FILTER not in self.may_lack:

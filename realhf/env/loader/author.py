@@ -42,8 +42,8 @@ ATTRIBUTES: Mapping[str, tuple[Any, Callable[[Any], bool], str]] = {
     "deterministic": (True, lambda value: isinstance(value, bool), "true or false"),
     "demonstrate": (None, lambda value: value is None or callable(value), "a static method"),
 }
-"""Attributes by which a class or module describes its environment: name -> (default, check of a
-value, expected type in words for messages)."""
+"""Attributes by which a class or module describes its environment. Each name maps to (default,
+check of a value, expected type in words for messages)."""
 
 
 def source_file(thing: Any) -> str:
@@ -65,8 +65,8 @@ def source_location(thing: Any) -> str:
 
 
 def format_error(error: BaseException, thing: Any) -> str:
-    """Format an error in one line, with the line in the file of ``thing``, or of one of its base
-    classes, where it was raised."""
+    """Format an error in one line, with the line where it was raised in the file of ``thing`` or of
+    one of its base classes."""
     files = {source_file(each) for each in (thing.__mro__ if isinstance(thing, type) else (thing,))}
     frames = [
         frame.filename
@@ -118,7 +118,7 @@ def read_attributes(kind: Any) -> dict[str, Any]:
 
 @dataclass
 class NoOptions:
-    """The options of an environment that has none."""
+    """Options of an environment that has none."""
 
 
 def build_class_definition(
@@ -210,11 +210,11 @@ def build_task_sets(
     seeded: bool,
     check: Callable[[Row], None],
 ) -> Callable[[str], TaskSet]:
-    """Return a function split -> task set that calls the author's ``tasks(split)``, or
-    ``tasks(split, options)`` if it takes two arguments.
+    """Return a function from split to task set. It calls the author's ``tasks(split)``, or
+    ``tasks(split, options)`` if that takes two arguments.
 
-    The returned function raises ValueError, naming the line, if the author's function raises,
-    returns an invalid value or has no task for the split.
+    The returned function raises ValueError, naming the line, if the author's function raises an
+    error, returns an invalid value or has no task for the split.
     """
     description = f"tasks of {name} ({source_location(function)})"
     extra_arguments = (options,) if len(inspect.signature(function).parameters) > 1 else ()
@@ -269,9 +269,9 @@ def build_failure(
     """Return the EnvironmentFailure for an error from an author's code; None for an error that must
     be re-raised unchanged.
 
-    The latter are an EnvironmentFailure and, on an event loop, KeyboardInterrupt, GeneratorExit and
-    the cancellation of the task. The message names the episode by its seed without its payload,
-    because failures are sent to clients and the payload may contain the answer.
+    Errors to re-raise are EnvironmentFailure and, on an event loop, KeyboardInterrupt,
+    GeneratorExit and the cancellation of the task. The message names the episode by its seed and
+    omits its payload, because failures are sent to clients and the payload may contain the answer.
     """
     if isinstance(error, EnvironmentFailure):
         return None

@@ -49,7 +49,7 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _json_value(text: str, name: str) -> Any:
-    """Parse a JSON value. Raises ValueError that begins with ``name``."""
+    """Parse a JSON value. Raises ValueError; the message begins with ``name``."""
     try:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -71,7 +71,7 @@ def load_definition(reference: str) -> EnvironmentDefinition:
     """Return the definition of the environment that ``reference`` names: a registered name,
     ``file.py:Name``, ``package.module:Name``, or ``file.py`` if it defines exactly one environment.
 
-    Raises ValueError with one sentence that says what is wrong and where.
+    Raises ValueError whose message is one sentence that says what is wrong and where.
     """
     if reference in environments:
         return _build_definition(
@@ -90,11 +90,11 @@ def load_definition(reference: str) -> EnvironmentDefinition:
 
 
 def build_environment(reference: str, options: Mapping[str, Any]) -> EnvironmentSpec:
-    """Build the specification of the environment that ``reference`` names, with these options as
-    plain values.
+    """Build the specification of the environment that ``reference`` names. ``options``: its options
+    as plain values.
 
-    Raises ValueError like ``load_definition``, and for an unknown or invalid option or an error in
-    the environment's own ``build``.
+    Raises the errors of ``load_definition``, and ValueError for an unknown or invalid option or an
+    error in the environment's own ``build``.
     """
     definition = load_definition(reference)
     try:

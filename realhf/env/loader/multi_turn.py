@@ -62,12 +62,12 @@ def build_message_class(kind: type[Any]) -> EnvironmentDefinition:
 
 
 class MessageClassEnvironment:
-    """An environment that runs an instance of the author's class and validates what its methods
+    """Environment that plays on an instance of the author's class and validates what its methods
     return.
 
     An error in the author's code, or an invalid return value, becomes
     EnvironmentFailure("internal") that names the class, the seed and the line, but never the
-    payload. An EnvironmentFailure that the author's code raises is passed on unchanged.
+    payload. An EnvironmentFailure raised by the author's code is passed on unchanged.
     """
 
     def __init__(self, kind: type[Any], make: Callable[[], Any]) -> None:
@@ -111,8 +111,8 @@ class MessageClassEnvironment:
 
 
 def _parse_result(kind: type[Result], value: Any) -> Result:
-    """Return an Opening or Turn as it is, or build one from a mapping of its fields. Raises
-    BrokenContract for other values and unknown fields."""
+    """Return an Opening or Turn unchanged, or build one from a mapping of its fields. Raises
+    BrokenContract for other values and for unknown fields."""
     if isinstance(value, kind):
         return value
     name = kind.__name__

@@ -53,9 +53,9 @@ class Verifier(NamedTuple):
     function: Callable[..., Any]
     """The author's function."""
     completion_argument: str
-    """Name of the argument of the completion; "" if it is positional only."""
+    """Name of the argument that takes the completion; "" if it is positional only."""
     required_columns: tuple[str, ...]
-    """Columns that the function requires: arguments without a default."""
+    """Columns that the function requires, i.e. its arguments without a default."""
     accepted_columns: frozenset[str] | None
     """Columns that the function accepts; None if it accepts any (``**row``)."""
     is_async: bool
@@ -113,7 +113,7 @@ def is_verifier(value: Any) -> bool:
 
 
 def read_verifier(function: Callable[..., Any]) -> Verifier:
-    """Inspect the arguments of a verifier. Raises ValueError as ``build_verifier`` does."""
+    """Inspect a verifier's arguments. Raises the errors of ``build_verifier``."""
     parameters = [*inspect.signature(function).parameters.values()]
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if not parameters or parameters[0].kind not in kinds:
@@ -144,7 +144,7 @@ def read_verifier(function: Callable[..., Any]) -> Verifier:
 
 
 class VerifierEnvironment:
-    """An environment of a single turn: it asks the question of a row and judges the answer."""
+    """Environment of a single turn: asks the question in a row and judges the answer."""
 
     def __init__(self, verifier: Verifier, prompt_column: str, threads: Threads) -> None:
         self._verifier = verifier
@@ -168,7 +168,8 @@ class VerifierEnvironment:
             return Opening(read_question(task[self._prompt_column], self._prompt_column))
 
     async def step(self, message: AssistantMessage) -> Turn:
-        """Return the final turn with the reward of the answer; the reasoning is not judged."""
+        """Return the final turn with the reward of the answer. The policy's reasoning is not
+        judged."""
         judge = partial(self._verifier.function, message.content, **copy_json(self._row))
         with self._author_code():
             if self._verifier.is_async:
@@ -183,7 +184,8 @@ class VerifierEnvironment:
         """Do nothing: there are no resources to release."""
 
     def _judge_in_thread(self, judge: Callable[[], Any]) -> Any:
-        """Call the verifier in a worker thread, where no error can come from the event loop."""
+        """Call the verifier in a worker thread, where its errors cannot be confused with the event
+        loop's own."""
         with self._author_code(on_loop=False):
             return judge()
 
@@ -192,7 +194,7 @@ class VerifierEnvironment:
 
 
 def _check_row(verifier: Verifier, prompt_column: str, row: Row) -> None:
-    """Raise ValueError for a row that the verifier cannot be called with, or that holds no
+    """Raise ValueError for a row with which the verifier cannot be called, or that has no
     question."""
     for column in (prompt_column, *verifier.required_columns):
         if column not in row.values:

@@ -1,4 +1,4 @@
-"""Task sets for environments without task sets of their own: one task per row of a data set, or one
+"""Task sets for environments that define none of their own: one task per row of a data set, or one
 per seed."""
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from realhf.base.json_rows import Row, check_row, read_json_lines
 from realhf.base.json_values import format_value, json_problem
 
 ONE_GROUP = "all"
-"""Group of tasks that name no group."""
+"""Name of the group of tasks that name no group."""
 GROUP_COLUMN = "group"
-"""Name of the column that holds the group of a row, unless the options name another."""
+"""Name of the column that holds a row's group, unless the options name another one."""
 
 
 class RowTaskSet:
-    """A finite task set: each task is a template with one instance. With ``seeded``, each seed
-    gives another instance with its own id.
+    """Finite task set in which each task is a template with one instance. With ``seeded``, each
+    seed gives another instance with its own id.
 
-    Raises ValueError when two tasks have the same id.
+    Raises ValueError if two tasks have the same id.
     """
 
     def __init__(self, tasks: Iterable[Task], *, seeded: bool = False) -> None:
@@ -56,8 +56,8 @@ class RowTaskSet:
 
 
 class SeedTaskSet:
-    """An infinite task set with one template: each seed is another task, and the two splits share
-    no seed.
+    """Infinite task set with one template. Each seed is another task, and the two splits have no
+    seed in common.
 
     Raises ValueError for an unknown split.
     """
@@ -112,12 +112,12 @@ class GroupedTaskSet:
 
 
 HELD_OUT_SHARE = 5
-"""One text in this many is held out for evaluation."""
+"""One in this many strings is held out for evaluation."""
 
 
 def is_held_out(text: str) -> bool:
-    """Return whether a text, such as a name that tasks are made of, is held out for evaluation, by
-    a stable hash of the text."""
+    """Return whether a string, such as a name from which tasks are made, is held out for
+    evaluation. A stable hash of the string decides."""
     return zlib.crc32(text.encode()) % HELD_OUT_SHARE == 0
 
 
@@ -149,9 +149,9 @@ def tasks_of_rows(rows: Iterable[Row], group_column: str = GROUP_COLUMN) -> list
 
 
 def _read_id(row: Row) -> str:
-    """Return the id that a row gives its task; "" if it gives none.
+    """Return the task id given in a row; "" if there is none.
 
-    Raises ValueError that names the position of the row for an id that is neither text nor an
+    Raises ValueError that names the position of the row if the id is neither a string nor an
     integer.
     """
     row_id = row.values.get("id")
@@ -165,11 +165,11 @@ def _read_id(row: Row) -> str:
 
 
 def check_ids(rows: Iterable[Row], places: dict[str, str]) -> None:
-    """Raise ValueError that names the positions when two rows, of the same or different splits,
+    """Raise ValueError that names the positions if two rows, of the same or of different splits,
     have the same id; ``1`` and ``"1"`` are equal.
 
-    ``places`` maps the ids of rows checked before to their positions; the ids of ``rows`` are
-    added.
+    ``places`` maps the ids of rows that were checked earlier to their positions; the ids of
+    ``rows`` are added to it.
     """
     for row in rows:
         if (name := _read_id(row)) and (earlier := places.setdefault(name, row.where)) != row.where:
@@ -181,9 +181,9 @@ def split_rows(
 ) -> dict[str, list[Row]]:
     """Split rows into training and held-out rows by a hash of ``key(row)``.
 
-    Rows with equal keys stay together, and a row stays in its split when others are added. An
-    exception keeps splits from being empty: with two or more keys, and a positive
-    ``heldout_fraction``, each split gets at least one key.
+    Rows with equal keys stay together, and a row keeps its split when others are added. As an
+    exception, to keep both splits non-empty, each split gets at least one key if there are two or
+    more keys and ``heldout_fraction`` is positive.
     """
     fractions = [_hash_fraction(key(row.values)) for row in rows]
     bound = heldout_fraction
@@ -223,8 +223,8 @@ def to_task_set(
     """Convert the result of an author's ``tasks(split)``, which is a ``TaskSet``, tasks or rows, to
     a ``TaskSet``.
 
-    Raises ValueError that begins with ``description`` for other results, and what ``check`` and
-    ``check_ids`` (with ``places``) raise for rows.
+    Raises ValueError for other results (the message begins with ``description``), and the errors of
+    ``check`` and of ``check_ids`` (called with ``places``) for rows.
     """
     if isinstance(value, TaskSet):
         return value
@@ -256,7 +256,7 @@ def _digest(value: Any) -> str:
 
 
 def _hash_fraction(value: Any) -> float:
-    """Return a number in [0, 1) by a stable hash of a value."""
+    """Return a number in [0, 1) computed by a stable hash of a value."""
     return int(_digest(value)[:12], 16) / 16**12
 
 

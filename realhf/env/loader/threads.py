@@ -1,8 +1,8 @@
-"""Thread pool for an author's blocking code that blocks neither the event loop nor the exit of the
-process.
+"""Thread pool for an author's blocking code, which blocks neither the event loop nor the exit of
+the process.
 
 ``concurrent.futures`` waits for its threads at exit, so a call that never returns would keep the
-process alive. Here threads are daemons, and another thread replaces one whose job was abandoned.
+process alive. Here threads are daemons, and a thread whose job was abandoned is replaced.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from realhf.api.environment import EnvironmentFailure
 T = TypeVar("T")
 
 MAX_THREADS = 32
-"""Maximum number of jobs of one environment that run at once; further ones wait in a queue."""
+"""Maximum number of one environment's jobs that run at once; further jobs wait in a queue."""
 MAX_STUCK = 64
-"""Maximum number of abandoned jobs that still run; beyond it, new jobs are refused."""
+"""Maximum number of abandoned jobs that are still running; beyond it, new jobs are refused."""
 IDLE_S = 20.0
 """Seconds without a job after which a thread ends."""
 
@@ -39,10 +39,10 @@ class _Job:
 
 
 class Threads:
-    """A thread pool of limited size whose daemon threads start on demand. Jobs may come from
-    several event loops.
+    """Thread pool of limited size whose daemon threads start on demand. Jobs may come from several
+    event loops.
 
-    A thread without a job ends after ``idle_s`` seconds; with None, it runs until ``stop``.
+    A thread without a job ends after ``idle_s`` seconds; if that is None, it runs until ``stop``.
     """
 
     def __init__(self, name: str, size: int = MAX_THREADS, idle_s: float | None = IDLE_S) -> None:
@@ -104,7 +104,7 @@ class Threads:
             finished = job.finished
             self._stuck += job.started and not finished
         if finished:
-            # The job ended before it was abandoned, so another thread runs its follow-up.
+            # The job ended before it was abandoned, so another thread must run its follow-up.
             self._submit(job)
 
     def _serve(self) -> None:
@@ -124,8 +124,8 @@ class Threads:
                 return
 
     def _run(self, job: _Job) -> bool:
-        """Run a job and deliver its result. Return False if there are too many threads and this one
-        must end."""
+        """Run a job and deliver its result. Return False if there are now too many threads, so that
+        this one must end."""
         with self._lock:
             self._waiting -= 1
             self._idle -= 1
@@ -154,7 +154,7 @@ class Threads:
 
 
 def _deliver(job: _Job, result: Any, error: BaseException | None) -> None:
-    """Set the result of the job's future on its event loop."""
+    """Set the result of the job's future, on the future's event loop."""
 
     def set_result() -> None:
         if not job.future.done():
@@ -167,7 +167,7 @@ def _deliver(job: _Job, result: Any, error: BaseException | None) -> None:
 
 
 def _run_after(job: _Job) -> None:
-    """Run the follow-up of an abandoned job; its errors are dropped, as no caller waits for
+    """Run the follow-up of an abandoned job. Its errors are dropped, because no caller waits for
     them."""
     if job.after is None:
         return

@@ -60,8 +60,8 @@ from realhf.env.loader.validation import (
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 TOOL_ERRORS = "tool_errors"
-"""Key of the errors of the author's tools in the current episode: the list in a turn's info and
-their number in its metrics."""
+"""Key under which a turn's info lists the errors of the author's tools in the current episode, and
+under which its metrics hold their number."""
 MAX_RESULT_CHARS = 1 << 18
 """Maximum length of a tool's result in characters; longer results are truncated."""
 TOOL_BUGS = (
@@ -91,7 +91,7 @@ class ToolClass(NamedTuple):
     schemas: Sequence[Mapping[str, Any]]
     """JSON schemas of the tools."""
     blocking: bool
-    """Whether the class has no async method, so that each turn runs in a single thread job."""
+    """Whether the class has no async method, so that each turn is run as one job in a thread."""
     seeded: bool
     """Whether ``reset`` takes a seed."""
     logged_errors: set[str]
@@ -101,8 +101,9 @@ class ToolClass(NamedTuple):
 class ToolPlay:
     """An instance of the author's class and the state of its current episode.
 
-    ``is_abandoned`` becomes True when a call is cancelled whose thread may still use the instance.
-    The instance must then not be used again; its thread closes it when the call returns."""
+    ``is_abandoned`` becomes True if a call is cancelled while its thread may still use the
+    instance. The instance must then not be used again; its thread closes it when the call returns.
+    """
 
     def __init__(self, about: ToolClass, make: Callable[[], Any], threads: Threads) -> None:
         self._class = about
@@ -127,7 +128,7 @@ class ToolPlay:
         return await self._run(partial(self._run_turn, message))
 
     async def reward_again(self) -> float:
-        """Recompute the reward of the state after the last turn."""
+        """Compute the reward of the state after the last turn once more."""
         return await self._run(self._reward_again)
 
     async def close(self) -> None:
@@ -136,8 +137,8 @@ class ToolPlay:
             await self._run(partial(self._call, "close", {}))
 
     def _optional_attribute(self, name: str) -> Any:
-        """Return an optional attribute of the instance for the loader's own use; None if it is
-        missing or is a tool."""
+        """Return an optional attribute of the instance that the loader uses; None if it is missing,
+        or is a tool."""
         return None if name in self._class.tools else getattr(self._instance, name, None)
 
     async def _open(self, task: Mapping[str, Any], seed: int) -> Opening:
@@ -293,7 +294,7 @@ class ToolPlay:
     def _call_in_thread(self, method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Call a method in a worker thread.
 
-        An error that is not an ``Exception``, such as KeyboardInterrupt, becomes
+        An error that is not an ``Exception``, such as KeyboardInterrupt, is converted to
         EnvironmentFailure, because on the event loop it would be mistaken for one of the loop's
         own.
         """
@@ -337,9 +338,9 @@ class ToolPlay:
 
 
 def prompt_messages(prompt: Any, name: str) -> Sequence[ChatMessage]:
-    """Return the messages of a prompt: a text becomes one user message, and messages are checked.
+    """Return the messages of a prompt: a string becomes one user message, and messages are checked.
 
-    Raises BrokenContract that begins with ``name`` for invalid values.
+    Raises BrokenContract for invalid values; the message begins with ``name``.
     """
     return (
         [{"role": "user", "content": prompt}]
@@ -349,8 +350,8 @@ def prompt_messages(prompt: Any, name: str) -> Sequence[ChatMessage]:
 
 
 def read_question(prompt: Any, name: str) -> Sequence[ChatMessage]:
-    """Return the messages of a prompt that must ask the policy something. Raises BrokenContract
-    that begins with ``name``."""
+    """Return the messages of a prompt that must contain a question for the policy. Raises
+    BrokenContract; the message begins with ``name``."""
     messages = prompt_messages(prompt, name)
     if problem := find_missing_request(messages):
         raise BrokenContract(f"{name} {problem}")
@@ -440,12 +441,12 @@ def read_class(kind: type[Any]) -> ToolClass:
 
 
 class ToolClassEnvironment:
-    """An environment that runs an instance of the author's class.
+    """Environment that plays on an instance of the author's class.
 
     Errors of tools and invalid calls are answered with a ``tool`` message, as in TRL. Errors and
     invalid return values of other methods, such as reset and get_reward, become
     EnvironmentFailure("internal") that names the class, the seed and the line. Every turn has the
-    reward of the state after it, so the last reward is right whenever the episode ends.
+    reward of the state after it, so the last reward is correct whenever the episode ends.
     """
 
     def __init__(self, about: ToolClass, make: Callable[[], Any], threads: Threads) -> None:
@@ -470,7 +471,8 @@ class ToolClassEnvironment:
         return await self._play.turn(message)
 
     async def reward_again(self) -> float:
-        """Recompute the reward of the current state, which must equal that of the last turn."""
+        """Compute the reward of the current state once more; it must equal the reward of the last
+        turn."""
         return await self._play.reward_again()
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Discovery of the tools of a class, their JSON schemas, and validation of the arguments of calls.
+"""Discovery of a class's tools and their JSON schemas, and validation of the arguments of calls.
 
 The schemas equal those of ``transformers.utils.get_json_schema`` for every signature that both
-support, so that the same class works with TRL and this project. Only this module supports
+support, so that the same class works with TRL and with this project. Only this module supports
 dataclasses and typed dictionaries.
 """
 
@@ -40,7 +40,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 class Docstring(NamedTuple):
-    """The parts of a Google-style docstring."""
+    """Parts of a Google-style docstring."""
 
     description: str
     """Text before the first heading."""
@@ -51,7 +51,7 @@ class Docstring(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """The arguments that a function accepts by name."""
+    """Arguments that a function accepts by name."""
 
     hints: Mapping[str, Any]
     """Type hints by argument name."""
@@ -191,8 +191,8 @@ def _add_description(schema: dict[str, Any], description: str, name: str) -> dic
 
 
 def _build_schema(hint: Any, subject: str) -> dict[str, Any]:
-    """Return the JSON schema of a type. Raises ValueError that begins with ``subject`` for a type
-    without one."""
+    """Return the JSON schema of a type. Raises ValueError for a type that has none; the message
+    begins with ``subject``."""
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if hint is None or hint is Any:
@@ -251,7 +251,7 @@ def _enum_schema(values: list[Any], subject: str) -> dict[str, Any]:
 
 
 USER_REPLY = "user_reply"
-"""Name of the method that replies to a turn without a call as a simulated user."""
+"""Name of the method that acts as a simulated user and replies to a turn without a call."""
 NOT_TOOLS = frozenset({"reset", "get_reward", "tasks", "demonstrate", USER_REPLY})
 """Public methods that are not tools, because the loader calls them itself."""
 NOT_TOOLS_ALONE = frozenset({"close", "metrics"})
@@ -278,8 +278,8 @@ class ToolMethod(NamedTuple):
     """Whether it is a coroutine function."""
 
     def bind(self, instance: Any) -> Callable[..., Any]:
-        """Return the method bound to an instance; attributes of the instance with the same name do
-        not replace it."""
+        """Return the method bound to an instance. An attribute of the instance with the same name
+        does not replace it."""
         return self.function.__get__(type(instance) if self.of_class else instance)
 
 

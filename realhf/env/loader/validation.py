@@ -1,8 +1,8 @@
-"""Conversion of plain JSON values to the types of type hints, and checks of the values that an
+"""Conversion of plain JSON values to the types in type hints, and checks of the values that an
 author's code returns.
 
-Numbers and booleans written as text are accepted, because policies and command lines write them so.
-Other values of a wrong type are rejected with a message that names the expected type.
+Numbers and booleans given as strings are accepted, because policies and command lines write them
+that way. Other values of a wrong type are rejected with a message that names the expected type.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _TYPE_DESCRIPTIONS: Mapping[Any, str] = types.MappingProxyType(
 
 
 def coerce(value: Any, hint: Any, name: str, *, strict: bool = False) -> Any:
-    """Convert ``value`` to the type of ``hint``; with ``strict``, without conversion between JSON
-    types.
+    """Convert ``value`` to the type in ``hint``. With ``strict``, JSON types are not converted into
+    each other.
 
-    Raises ValueError that begins with ``name``.
+    Raises ValueError; the message begins with ``name``.
     """
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
@@ -232,8 +232,8 @@ def field_hints(kind: Any) -> dict[str, Any]:
 
 
 def required_fields(kind: Any) -> list[str]:
-    """Return the names of the fields of a dataclass, or of the keys of a TypedDict, that are
-    required."""
+    """Return the names of the required fields of a dataclass, or of the required keys of a
+    TypedDict."""
     if is_dataclass(kind):
         needed = (
             each
@@ -245,7 +245,8 @@ def required_fields(kind: Any) -> list[str]:
 
 
 class BrokenContract(ValueError):
-    """An invalid return value of an environment's code; the text describes the problem."""
+    """Raised for an invalid return value of an environment's code; the message describes the
+    problem."""
 
 
 def replace_surrogates(text: str) -> str:
@@ -254,21 +255,23 @@ def replace_surrogates(text: str) -> str:
 
 
 def require_valid(value: T, problems: Iterable[str]) -> T:
-    """Return ``value`` if there are no problems. Raises BrokenContract with the first problem."""
+    """Return ``value`` if ``problems`` is empty; otherwise raise BrokenContract with the first
+    problem."""
     for problem in problems:
         raise BrokenContract(problem)
     return value
 
 
 def validate_messages(value: Any, subject: str) -> Sequence[ChatMessage]:
-    """Return the messages if they are valid. Raises BrokenContract that begins with ``subject``."""
+    """Return the messages if they are valid. Raises BrokenContract; the message begins with
+    ``subject``."""
     return require_valid(value, message_problems(value, subject))
 
 
 def validate_number(value: Any, subject: str) -> float:
     """Return a finite number as float; true and false become 1 and 0.
 
-    Raises BrokenContract that begins with ``subject``.
+    Raises BrokenContract; the message begins with ``subject``.
     """
     number = finite_number(value)
     if number is None:
@@ -277,7 +280,7 @@ def validate_number(value: Any, subject: str) -> float:
 
 
 def validate_numbers(numbers: Any, subject: str) -> dict[str, float]:
-    """Return a map from names to finite numbers. Raises BrokenContract that begins with
+    """Return a map from names to finite numbers. Raises BrokenContract; the message begins with
     ``subject``."""
     if not isinstance(numbers, Mapping):
         raise BrokenContract(
@@ -290,10 +293,10 @@ def validate_numbers(numbers: Any, subject: str) -> dict[str, float]:
 
 
 def validate_rewards(value: Any, subject: str) -> tuple[float, dict[str, float]]:
-    """Return the reward and its named components.
+    """Return (reward, its named components).
 
-    ``value`` is a number, or a map whose item ``reward``, or else the sum of its values, is the
-    reward. Raises BrokenContract that begins with ``subject``.
+    ``value`` is a number or a map. The reward of a map is its item ``reward`` or, if there is none,
+    the sum of its values. Raises BrokenContract; the message begins with ``subject``.
     """
     if not isinstance(value, Mapping):
         return validate_number(value, subject), {}

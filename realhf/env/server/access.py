@@ -1,4 +1,4 @@
-"""Which requests the environment server serves: hosts, pages, the bearer token.
+"""Access rules of the environment server: which hosts, pages and tokens are served.
 
 Source: docs/reference/environment.md 1, 2.
 """
@@ -19,12 +19,13 @@ from realhf.web.tokens import TokenTable, bearer_token
 
 
 def error_body(refusal: Refusal) -> dict[str, Any]:
-    """Return the body of an error over HTTP."""
+    """Return the JSON body of an HTTP error."""
     return {"detail": refusal.detail} | ({"code": refusal.code} if refusal.code else {})
 
 
 def token_check(config: ServerConfig) -> Callable[[Scope], Refusal | None]:
-    """Return a function that refuses a request without the bearer token (401)."""
+    """Return a function that returns a refusal (401) for a request without the bearer token, else
+    None."""
     tokens = TokenTable([(config.token, True)])
 
     def check(scope: Scope) -> Refusal | None:
@@ -38,13 +39,14 @@ def token_check(config: ServerConfig) -> Callable[[Scope], Refusal | None]:
 
 
 def has_own_check(scope: Scope, own_guard: str) -> bool:
-    """Return whether a page below the path ``own_guard`` ("": none) checks the request itself."""
+    """Return whether a request's path lies below ``own_guard`` ("" for no path), whose pages check
+    requests themselves."""
     return bool(own_guard) and scope["path"].startswith(own_guard)
 
 
 def guard_rules(config: ServerConfig, own_guard: str) -> GuardRules:
-    """Return which requests are served. Every POST needs the token; paths below ``own_guard`` ("":
-    none) check their visitors themselves."""
+    """Return the rules by which requests are served. Every POST needs the token, except that pages
+    below the path ``own_guard`` ("" for none) check their visitors themselves."""
     is_open = not is_loopback_host(config.host)
     names = config.allowed_names | {config.host.strip("[]").lower()}
     hosts = ServedHosts(

@@ -1,7 +1,7 @@
-"""Slot leases of sessions and requests, and the metrics of the environment server.
+"""Leases of slots to sessions and requests, and the metrics of the environment server.
 
-WebSocket sessions and stateless HTTP requests share the leases, so that neither takes a slot of the
-other. Source: docs/reference/environment.md 2.2, 2.3.
+WebSocket sessions and stateless HTTP requests lease slots from the same set, so that neither takes
+a slot that the other holds. Source: docs/reference/environment.md 2.2, 2.3.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _LATENCY_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
 class _PoolCollector(Collector):
-    """The metrics of the pool itself, read when ``/metrics`` is requested."""
+    """Prometheus collector of the pool's own metrics, which are read when ``/metrics`` is
+    requested."""
 
     def __init__(self, read: Callable[[], Mapping[str, Any]], about: str, label: str) -> None:
         self._read = read
@@ -33,7 +34,7 @@ class _PoolCollector(Collector):
         self._label = label
 
     def collect(self) -> Iterable[Metric]:
-        """Yield a gauge for every number of the pool."""
+        """Yield a gauge for every metric of the pool."""
         for name, value in self._read().items():
             split = isinstance(value, Mapping)
             family = GaugeMetricFamily(
@@ -47,10 +48,10 @@ class _PoolCollector(Collector):
 
 
 class ServerMetrics:
-    """The metrics of one server process.
+    """Metrics of one server process.
 
-    ``read_pool`` returns the pool's metrics by name; a map has one value for each ``label``.
-    ``about``: what the pool holds.
+    ``read_pool`` returns the pool's metrics by name; a value that is a map has one number per value
+    of the label ``label``. ``about``: what the pool holds.
     """
 
     def __init__(
@@ -120,16 +121,16 @@ class ServerMetrics:
 
 
 RETRY_AFTER_S = 1
-"""Seconds after which a client that was refused for capacity may try again."""
+"""Seconds after which a client that was refused because no slot was free may try again."""
 _SCRUB_WAIT_S = 8.0
-"""Seconds to wait for a slot that is being cleaned. On a busy machine, forking a simulator takes
+"""Seconds to wait for a slot that is being cleaned; on a busy machine, forking a simulator takes
 that long."""
 _LOG = logging.getLogger(__name__)
 
 
 class SlotLeases:
-    """Leases of slots: at most ``max_leases`` at once, of which ``active`` are out. Belongs to one
-    event loop."""
+    """Leases of slots, at most ``max_leases`` at once; ``active`` is the number of current leases.
+    Belongs to one event loop."""
 
     def __init__(
         self, pool: SlotPool, max_leases: int, threads: Executor, metrics: ServerMetrics
@@ -143,8 +144,8 @@ class SlotLeases:
         self._closed = False
 
     async def take(self) -> Any | None:
-        """Return a slot, or None at capacity. When fewer leases than slots are out, a slot is being
-        cleaned or replaced; this waits for it, up to ``_SCRUB_WAIT_S``."""
+        """Lease a slot and return it; None if ``max_leases`` are in use. If all free slots are
+        still being cleaned or replaced, wait for one, up to ``_SCRUB_WAIT_S``."""
         if self._closed or self.active >= self.max_leases:
             return None
         self._count(1)
@@ -168,13 +169,13 @@ class SlotLeases:
             raise
 
     def give_back(self, slot: Any) -> None:
-        """Return a slot that nothing uses any more; it is cleaned on a thread."""
+        """Give back a slot that nothing uses any more; a thread cleans it."""
         self._count(-1)
         self._release(slot)
 
     def give_back_after(self, slot: Any, work: asyncio.Future[Any] | None) -> None:
-        """Return the slot when ``work``, whose thread may still use it, is done; until then the
-        lease counts."""
+        """Give back the slot once ``work`` is done, because its thread may still use the slot.
+        Until then the lease counts as active."""
         if work is None or work.done():
             self.give_back(slot)
             return
@@ -188,7 +189,7 @@ class SlotLeases:
         work.add_done_callback(on_done)
 
     def _return_unused(self, acquired: asyncio.Future[Any]) -> None:
-        """Return a slot that a thread acquired after its client had left."""
+        """Give back a slot that a thread acquired for a client that has left in the meantime."""
         if not acquired.cancelled() and acquired.exception() is None:
             self._release(acquired.result())
 
@@ -201,20 +202,20 @@ class SlotLeases:
 
     @property
     def cleaning_count(self) -> int:
-        """Number of slots that were returned and are being cleaned."""
+        """Number of slots that were given back and are being cleaned."""
         return len(self._releases)
 
     def close(self) -> None:
-        """Refuse further leases."""
+        """Stop granting leases."""
         self._closed = True
 
     async def wait_until_cleaned(self, timeout_s: float) -> None:
-        """Wait until all returned slots are cleaned, up to ``timeout_s``."""
+        """Wait until all slots that were given back are cleaned, up to ``timeout_s``."""
         if self._releases:
             await asyncio.wait(self._releases, timeout=timeout_s)
 
     def refuse(self) -> Refusal:
-        """Count a client that is refused for capacity, and return its refusal (503)."""
+        """Count a client that is refused because no slot is free, and return the refusal (503)."""
         self._metrics.sessions_rejected.inc()
         numbers = f"{self.active}/{self.max_leases}"
         return Refusal(
@@ -237,13 +238,13 @@ class SlotLeases:
 
 
 def capacity_body(refusal: Refusal) -> dict[str, Any]:
-    """Return the body of a refusal for capacity, the same over HTTP, in a handshake and in an error
-    frame."""
+    """Return the body of a refusal because no slot is free. It is the same over HTTP, in a
+    handshake and in an error frame."""
     return {"code": refusal.code, "message": refusal.detail, **refusal.more}
 
 
 async def watch_loop_lag(metrics: ServerMetrics, every_s: float = 0.25) -> None:
-    """Record how late the event loop is, until cancelled."""
+    """Measure the event loop's delay repeatedly, until cancelled."""
     while True:
         began = time.perf_counter()
         await asyncio.sleep(every_s)

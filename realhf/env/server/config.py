@@ -76,7 +76,7 @@ class ServerConfig(ServerSettings):
 
     @property
     def injected(self) -> InjectedFaults:
-        """The simulated faults."""
+        """The faults to simulate."""
         return InjectedFaults(
             self.step_latency_ms, self.fault_rate, self.fault_kinds, self.fault_seed
         )

@@ -1,7 +1,7 @@
-"""Simulated faults of sessions, for tests of clients.
+"""Simulated faults of sessions, for testing clients.
 
-There are none unless a setting asks for them, and never any on a real account. The faults of a
-session depend on the seed and on the number of the session, so that the same play meets the same
+Faults are simulated only if a setting asks for them, and never on a real account. A session's
+faults depend on the seed and on the session's number, so that the same requests meet the same
 faults.
 """
 
@@ -16,16 +16,17 @@ from typing import Any
 from realhf.api.environment import DEFAULT_FAULT_KINDS
 
 UNAVAILABLE = "unavailable"
-"""Kind of fault: an error frame that says that the step was not executed."""
+"""Fault: an error frame that says that the step was not executed."""
 DISCONNECT = "disconnect"
-"""Kind of fault: the connection ends without an answer."""
+"""Fault: the connection ends without an answer."""
 HANG = "hang"
-"""Kind of fault: there is no answer."""
+"""Fault: no answer is sent."""
 KINDS = (UNAVAILABLE, DISCONNECT, HANG)
 
 
 def parse_kinds(text: str) -> dict[str, float]:
-    """Parse ``kind[=weight],...`` into weights (1 where none is given). Raises ValueError."""
+    """Parse ``kind[=weight],...`` into weights by kind; the default weight is 1. Raises
+    ValueError."""
     weights: dict[str, float] = {}
     for part in text.split(","):
         kind, equals, weight = part.strip().partition("=")
@@ -43,7 +44,7 @@ def parse_kinds(text: str) -> dict[str, float]:
 
 
 class SessionFaults:
-    """The simulated faults of one session. ``latency_s`` is added to every step."""
+    """Simulated faults of one session. ``latency_s`` is added to every step."""
 
     def __init__(
         self, latency_s: float, rate: float, weights: Mapping[str, float], seed: str
@@ -54,8 +55,8 @@ class SessionFaults:
         self._random = random.Random(seed)
 
     def draw(self) -> str | None:
-        """Draw the fault of the next step request; None for none. A request that is sent again
-        draws again."""
+        """Draw the fault for the next step request; None for no fault. A repeated request draws
+        again."""
         if self._rate <= 0 or self._random.random() >= self._rate:
             return None
         return self._random.choices(list(self._weights), list(self._weights.values()))[0]
@@ -63,31 +64,31 @@ class SessionFaults:
 
 @dataclass
 class InjectedFaults:
-    """The simulated faults of one server. Raises ValueError for kinds that it does not know."""
+    """Simulated faults of one server. Raises ValueError for unknown kinds of faults."""
 
     latency_ms: float = 0.0
-    """Added to every step, in milliseconds."""
+    """Milliseconds added to every step."""
     rate: float = 0.0
     """Fraction of step requests that fail."""
     kinds: str = DEFAULT_FAULT_KINDS
-    """How they fail, as ``parse_kinds`` reads it."""
+    """Kinds of faults and their weights, in the format of ``parse_kinds``."""
     seed: int = 0
-    """Seed of the faults of all sessions."""
+    """Seed from which the faults of all sessions are drawn."""
     _sessions: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._weights = parse_kinds(self.kinds)
 
     def session(self) -> SessionFaults:
-        """Return the faults of the next session that opens."""
+        """Return the simulated faults for the next session that opens."""
         self._sessions += 1
         return SessionFaults(
             self.latency_ms / 1000, self.rate, self._weights, f"{self.seed}/{self._sessions}"
         )
 
     def describe(self) -> dict[str, Any] | None:
-        """Return the settings that simulate faults, as ``/metadata`` shows them; None when none
-        does."""
+        """Return the settings that simulate faults, for ``/metadata``; None if no faults are
+        simulated."""
         settings: dict[str, Any] = {}
         if self.latency_ms:
             settings["step_latency_ms"] = self.latency_ms

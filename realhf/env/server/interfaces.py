@@ -1,4 +1,4 @@
-"""The interface between the environment server and an environment that it serves.
+"""Interface between the environment server and an environment that it serves.
 
 The server handles frames, sessions, slots and deadlines. A ``ServedEnvironment`` defines the slots,
 checks the data of resets and actions, and describes the environment.
@@ -15,16 +15,15 @@ from pydantic import BaseModel
 from realhf.env.server.config import ServerConfig
 
 Reply = tuple[dict[str, Any], float | None, bool]
-"""What reset and step return: observation, reward, and whether the episode is over."""
+"""Result of a reset or step: (observation, reward, whether the episode is over)."""
 
 
 class SlotPool(Protocol):
-    """A pool of slots. A slot is what one session has to itself: a simulator, a folder, an
+    """Pool of slots. A slot is what one session has for itself: a simulator, a folder or an
     environment instance."""
 
     def start(self) -> None:
-        """Start the processes that the slots need. Raises RuntimeError when one does not come
-        up."""
+        """Start the processes that the slots need. Raises RuntimeError if one does not start."""
         ...
 
     def stop(self) -> None:
@@ -32,11 +31,11 @@ class SlotPool(Protocol):
         ...
 
     def acquire(self) -> Any:
-        """Take a free, healthy slot; blocks, and raises RuntimeError when there is none."""
+        """Take a free, healthy slot. Blocks. Raises RuntimeError if there is none."""
         ...
 
     def release(self, slot: Any) -> None:
-        """Clean a slot and make it free again; blocks."""
+        """Clean a slot and make it free again. Blocks."""
         ...
 
     @property
@@ -45,15 +44,15 @@ class SlotPool(Protocol):
         ...
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return the metrics of the pool by name; a map has one value for each label."""
+        """Return the pool's metrics by name; a value that is a map has one number per label."""
         ...
 
 
 class Player(Protocol):
-    """Player of the episodes of one session. Calls block and come one at a time."""
+    """Player of one session's episodes. Methods block, and are called one at a time."""
 
     def reset(self, data: dict[str, Any]) -> Reply:
-        """Start an episode by checked reset data. Raises WireError."""
+        """Start an episode with checked reset data. Raises WireError."""
         ...
 
     def step(self, action: dict[str, Any], /) -> Reply:
@@ -61,11 +60,11 @@ class Player(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the session in the form of the wire."""
+        """Return the state of the session in the wire format."""
         ...
 
     def kill(self) -> None:
-        """Abort the running call; may be called from another thread."""
+        """Abort the running call. May be called from another thread."""
         ...
 
 
@@ -78,16 +77,17 @@ class Page(Protocol):
 
 
 class ServedEnvironment:
-    """Base class of an environment as the server sees it. A session takes a slot of ``pool``."""
+    """Base class for an environment as the server uses it. Each session takes one slot of
+    ``pool``."""
 
     title: str
     """Title of the application."""
     about: str
     """Description of the application."""
     slots_are: ClassVar[str]
-    """What a slot is, for the text of metrics."""
+    """What a slot is, for the help texts of metrics."""
     slot_label: ClassVar[str]
-    """Label of the pool's metrics that have several values."""
+    """Name of the label for pool metrics that have several values."""
     action_model: ClassVar[type[BaseModel]]
     """Model of an action."""
     observation_model: ClassVar[type[BaseModel]]
@@ -95,9 +95,9 @@ class ServedEnvironment:
     state_model: ClassVar[type[BaseModel]]
     """Model of a state."""
     own_guard: ClassVar[str] = ""
-    """Path below which pages check their visitors themselves; "": there are none."""
+    """Path below which pages check their visitors themselves; "" if there are none."""
     home: str = "/health"
-    """Path that / redirects to."""
+    """Path to which / redirects."""
 
     def __init__(
         self, config: ServerConfig, pool: SlotPool, make_player: Callable[[Any], Player]
@@ -107,34 +107,36 @@ class ServedEnvironment:
         self._make_player = make_player
 
     def make_player(self, slot: Any) -> Player:
-        """Return the player of a session's episodes in its slot."""
+        """Return a player for a session that has this slot."""
         return self._make_player(slot)
 
     def check_reset(self, data: Any) -> dict[str, Any]:
-        """Check the data of a reset, {} where there is none. Raises WireError."""
+        """Return the checked data of a reset; ``data`` is {} if the request has none. Raises
+        WireError."""
         raise NotImplementedError
 
     def check_action(self, data: Any) -> dict[str, Any]:
-        """Check the data of a step. Raises WireError."""
+        """Return the checked data of a step. Raises WireError."""
         raise NotImplementedError
 
     def outcome(self, observation: Mapping[str, Any]) -> str:
-        """Return the outcome of an episode by its last observation, a label of the metrics."""
+        """Return the outcome of an episode, given its last observation; used as a label of
+        metrics."""
         raise NotImplementedError
 
     def template(self, observation: Mapping[str, Any]) -> str:
-        """Return the template of an episode's task, a label of the metrics; "" where templates are
-        not bounded."""
+        """Return the template of an episode's task, used as a label of metrics; "" if the number of
+        templates is not limited."""
         del observation
         return ""
 
     def tools(self, player: Any) -> Sequence[Mapping[str, Any]] | None:
-        """Return the tools in the form of the Model Context Protocol. None: ``player`` is None, and
-        the tools are known in an episode only. Raises WireError."""
+        """Return the tools in MCP format; None if ``player`` is None and the tools are known only
+        within an episode. Raises WireError."""
         raise NotImplementedError
 
     def call_problem(self, params: Any) -> str:
-        """Return why the parameters of a tools/call are invalid; "" for valid ones."""
+        """Return why the parameters of a tools/call are invalid; "" if they are valid."""
         raise NotImplementedError
 
     def call_action(self, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,7 +144,7 @@ class ServedEnvironment:
         raise NotImplementedError
 
     def call_answer(self, observation: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return the answer of the tool, and whether the call failed."""
+        """Return (answer of the tool, whether the call failed)."""
         raise NotImplementedError
 
     def schema(self) -> dict[str, Any]:
@@ -164,13 +166,13 @@ class ServedEnvironment:
         }
 
     def blank_state(self) -> dict[str, Any]:
-        """Return the state before a reset."""
+        """Return the state before the first reset."""
         return self.state_model().model_dump()
 
     def mount(self, app: FastAPI) -> Page | None:
-        """Add the pages of the environment to the application; return None where it has none."""
+        """Add the environment's pages to the application; return None if it has none."""
         del app
 
     def announcement(self) -> str:
-        """Return a line for the terminal after the start of the pool."""
+        """Return a line to print after the pool has started."""
         raise NotImplementedError

@@ -1,4 +1,5 @@
-"""The Model Context Protocol on the wire: JSON-RPC 2.0 with the tools of the environment.
+"""Model Context Protocol over the server's connections: JSON-RPC 2.0 with the tools of the
+environment.
 
 Source: docs/reference/environment.md 2.1.
 """
@@ -36,8 +37,8 @@ def rpc_error(
 
 
 def check_request(request: Any, served: ServedEnvironment) -> dict[str, Any] | None:
-    """Return the reply to an invalid request, or to one that needs no session; None for what
-    ``answer_request`` serves."""
+    """Return the reply to an invalid request, or to a request that needs no session; None for a
+    request that ``answer_request`` must answer."""
     if not isinstance(request, Mapping):
         return rpc_error(None, INVALID_REQUEST, "a request is an object")
     request_id = request.get("id")
@@ -63,7 +64,8 @@ def answer_request(
     step: Callable[[dict[str, Any]], Reply],
 ) -> dict[str, Any]:
     """Answer a checked request: list the tools of the player's episode, or play a tools/call as an
-    action by ``step``. The structured content is the whole reply of the step. Raises WireError."""
+    action by calling ``step``. The structured content is the complete reply of the step. Raises
+    WireError."""
     if request["method"] == "tools/list":
         return _tools_reply(request.get("id"), served.tools(player) or ())
     observation, reward, done = step(served.call_action(request["params"]))

@@ -1,4 +1,4 @@
-"""An environment server as a child process, for benchmarks, notebooks and tests."""
+"""Environment server as a child process, for benchmarks, notebooks and tests."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _STOP_TIMEOUT_S = 12.0
 
 
 class ServerProcess:
-    """``python -m workers.env_worker`` with ``arguments`` on a free port; a context manager.
+    """Context manager that runs ``python -m workers.env_worker`` with ``arguments`` on a free port.
 
-    ``url`` is its address, ``process`` the child process. Raises RuntimeError with its output when
-    it does not start.
+    ``url`` is the server's address, ``process`` the child process. Raises RuntimeError with the
+    server's output if it does not start.
     """
 
     def __init__(self, *arguments: str, timeout_s: float = 60.0) -> None:
@@ -56,15 +56,16 @@ class ServerProcess:
                 return line.rpartition(" at ")[2].strip()
 
     def output(self) -> str:
-        """Return the output of the server after its start; call it when the server has ended."""
+        """Return what the server printed after its start; call it only after the server has
+        ended."""
         lines = []
         while (line := self._lines.get(timeout=_STOP_TIMEOUT_S)) is not None:
             lines.append(line)
         return "".join(lines)
 
     def stop(self) -> int:
-        """Send SIGTERM, then SIGKILL if the server does not end in time. Returns the exit code; may
-        be repeated."""
+        """Send SIGTERM, and SIGKILL if the server does not end in time. Returns the exit code; may
+        be called again."""
         self.process.terminate()
         try:
             return self.process.wait(_STOP_TIMEOUT_S)

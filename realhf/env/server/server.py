@@ -1,8 +1,8 @@
-"""The environment server: its application, and the thread that serves it over HTTP.
+"""Environment server: its application, and the thread that serves it over HTTP.
 
-A stateless request makes an episode, plays one action, and discards the episode. It leases a slot
-for that time, and gets 503 with Retry-After when none is free; the other routes need no slot.
-Source: docs/reference/environment.md 2.
+A stateless request starts an episode, plays one action, and discards the episode. It leases a slot
+for that time, and gets 503 with Retry-After if none is free; the other routes need no slot. Source:
+docs/reference/environment.md 2.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 _MAX_BODY_BYTES = wire.MAX_FRAME_BYTES
 _MAX_TIMEOUT_S = 3600.0
-"""Largest ``timeout_s`` of a request."""
+"""Largest allowed ``timeout_s`` of a request."""
 _JSON = "application/json"
 _STATELESS_KILLED_WAIT_S = 1.0
 """Seconds that a request may take beyond its ``timeout_s``, until its worker is killed."""
@@ -78,7 +78,7 @@ def step_request(action: type[BaseModel]) -> type[BaseModel]:
 
 
 class StatelessPlayer:
-    """Plays single actions of stateless requests, each on a leased slot."""
+    """Player of stateless requests, each a single action on a leased slot."""
 
     def __init__(
         self, leases: SlotLeases, make_player: Callable[[Any], Player], threads: Executor
@@ -88,10 +88,10 @@ class StatelessPlayer:
         self._threads = threads
 
     async def play(self, action: Callable[[Player], T], timeout_s: float | None = None) -> T:
-        """Run ``action`` with a player.
+        """Run ``action`` with a player and return its result.
 
-        Raises Refusal (503) at capacity, WireError, or TimeoutError after ``timeout_s``: then the
-        command is killed, and a thread that still does not end keeps the slot.
+        Raises Refusal (503) if no slot is free, WireError, or TimeoutError after ``timeout_s``.
+        After a timeout the command is killed; if its thread still does not end, it keeps the slot.
         """
         slot = await self._leases.take()
         if slot is None:
@@ -132,7 +132,7 @@ def build_app(
     """Build the application, without the pages of the environment."""
     app = FastAPI(title=served.title, description=served.about)
     app.router.routes.append(WebSocketRoute("/ws", endpoint))
-    # The middleware that is added last comes first.
+    # The middleware that is added last is called first.
     body_rules = BodyRules(
         _MAX_BODY_BYTES,
         error_body,
@@ -192,8 +192,8 @@ def _add_stateless(app: FastAPI, stateless: StatelessPlayer, served: ServedEnvir
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid_body(request: Request, error: RequestValidationError) -> Response:
-        """Report which fields are wrong, without what was sent: it may be long, and may be no
-        text."""
+        """Report which fields are invalid, without their values, which may be long or not
+        encodable."""
         problems = [
             {"loc": [str(part)[:64] for part in problem["loc"]], "msg": problem["msg"][:200]}
             for problem in error.errors()[:20]
@@ -260,11 +260,11 @@ def _reply(result: Reply) -> dict[str, Any]:
 
 
 class PortTaken(OSError):
-    """The server's port is in use."""
+    """Raised if the server's port is in use."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a bound, listening socket whose connections notice a half-open peer. Raises
+    """Return a bound, listening socket that detects dead peers of its connections. Raises
     PortTaken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -291,7 +291,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def _leave_port(listener: socket.socket | None) -> None:
     """Close the sockets of the server's port in a process that an environment has forked. Otherwise
-    the port would stay taken while that process lives, and clients would not notice the end of
+    the port would stay in use while that process lives, and clients would not notice the end of
     their sessions."""
     if listener is None or listener.fileno() < 0:
         return
@@ -306,8 +306,9 @@ def _leave_port(listener: socket.socket | None) -> None:
 
 
 class _RefusalFilter(logging.Filter):
-    """Drops an error that uvicorn 0.54 logs for each handshake that is refused with an HTTP error
-    (see ``refuse_handshake``): it regards only accepted and closed handshakes as complete."""
+    """Logging filter that drops an error which uvicorn 0.54 logs for each handshake refused with an
+    HTTP error (see ``refuse_handshake``), because uvicorn regards only accepted and closed
+    handshakes as complete."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether the record is logged."""
@@ -324,7 +325,8 @@ def _log_config() -> dict[str, Any]:
 
 
 class EnvServer:
-    """The application on a thread of its own, so that the main thread is free for signals and RPC.
+    """Application that is served on a thread of its own, so that the main thread is free for
+    signals and RPC.
 
     ``ended`` is set when the thread ends.
     """
@@ -373,7 +375,7 @@ class EnvServer:
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     def start(self, timeout_s: float = 10.0) -> None:
-        """Start to serve. Raises RuntimeError when the server does not come up."""
+        """Start serving. Raises RuntimeError if the server does not start."""
         self._thread.start()
         deadline = process_clock.now() + timeout_s
         while not self._server.started:
@@ -382,7 +384,7 @@ class EnvServer:
             time.sleep(0.005)
 
     def stop(self, timeout_s: float = 9.0) -> None:
-        """Close sessions with 1001 and stop serving."""
+        """Close all sessions with code 1001 and stop serving."""
         deadline = process_clock.now() + timeout_s
         if self._loop is not None and not self.ended.is_set():
             try:

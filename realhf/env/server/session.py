@@ -1,7 +1,7 @@
-"""WebSocket sessions of ``/ws``. A session owns a slot for its whole life.
+"""WebSocket sessions of ``/ws``. A session holds one slot for its whole life.
 
-Episodes run in a worker thread; the event loop only moves frames. During a step that takes longer
-than ``_WATCH_AFTER_S``, the session also notices a client that disconnects. Source:
+Episodes run in a worker thread; the event loop only passes frames. If a step takes longer than
+``_WATCH_AFTER_S``, the session also watches for the client's disconnection. Source:
 docs/reference/environment.md 2.1, 2.4.
 """
 
@@ -30,22 +30,23 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 _WATCH_AFTER_S = 0.25
-"""Seconds of a step after which the session also listens for the end of the connection. To listen
-costs time, which quick steps save."""
+"""Seconds of a step after which the session also watches for the end of the connection. Quick steps
+save the time that this takes."""
 _GRACE_S = 1.0
-"""Seconds that a running command has to end after its client disconnected; then its worker is
-killed."""
+"""Seconds that a running command may take to end after its client has disconnected; then its worker
+is killed."""
 _KILL_AGAIN_S = 0.2
 """Seconds between two attempts to kill a worker."""
 KILLED_WAIT_S = 10.0
-"""Seconds to wait for the thread of a command after its worker was killed."""
+"""Seconds to wait for a command's thread after its worker was killed."""
 FAILED = "environment_failed"
-"""Outcome of an episode in which the environment failed."""
+"""Outcome of an episode that ended because the environment failed."""
 _LOG = logging.getLogger(__name__)
 
 
 class _NoAnswer(Exception):
-    """A simulated fault: the request gets no answer. The connection ends, unless it ``hangs``."""
+    """Raised for a simulated fault that leaves a request without an answer. If ``hangs``, the
+    connection stays open; otherwise it is closed."""
 
     def __init__(self, hangs: bool) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class _NoAnswer(Exception):
 
 
 class SocketSession:
-    """One accepted WebSocket, until the client, an idle timeout or the server ends it.
+    """Session on one accepted WebSocket, until the client, an idle timeout or the server ends it.
 
     ``faults``: the simulated faults of the session.
     """
@@ -85,21 +86,21 @@ class SocketSession:
         self._template = ""
 
     def stop(self) -> None:
-        """End the session for the shutdown of the server: at once if it is idle, else after the
-        running command. Call on the event loop."""
+        """End the session because the server shuts down: at once if it is idle, else after the
+        running command. Must be called on the event loop."""
         self._stopping = True
         if self._idle and self._task is not None:
             self._task.cancel()
 
     @property
     def unfinished(self) -> asyncio.Future[str] | None:
-        """The request whose thread has not ended, although its worker was killed; None without
-        one."""
+        """Future of a request whose thread has not ended although its worker was killed; None if
+        there is none."""
         return None if self._in_flight is None or self._in_flight.done() else self._in_flight
 
     async def serve(self, receive: Receive, send: Send) -> tuple[int, str] | None:
-        """Answer frames until the session ends. Returns code and reason of the close frame, or None
-        when the client has disconnected. A thread uses the slot until ``unfinished`` is done."""
+        """Answer frames until the session ends. Returns (code, reason) for the close frame, or None
+        if the client has disconnected. A thread may use the slot until ``unfinished`` is done."""
         self._task = asyncio.current_task()
         try:
             return await self._serve_frames(receive, send)
@@ -139,7 +140,7 @@ class SocketSession:
                 return None
 
     def _close_silent(self) -> tuple[int, str]:
-        """Count and log a client that was silent for too long; return code and reason of its close
+        """Count and log a client that was silent too long; return (code, reason) for its close
         frame."""
         if self._has_spoken:
             self._metrics.sessions_reaped.inc()
@@ -156,7 +157,7 @@ class SocketSession:
         return 1001, "no first message"
 
     async def _report_failure(self, send: Send) -> tuple[int, str] | None:
-        """Tell the client about a failure of the session itself, and end the session."""
+        """Tell the client that the session itself failed, and end the session."""
         _LOG.exception("a session failed")
         self._metrics.errors.labels(wire.SESSION_ERROR).inc()
         error = WireError(wire.SESSION_ERROR, "the session failed and is closed; open another one")
@@ -198,8 +199,8 @@ class SocketSession:
             return wire.encode_error(error)
 
     async def _apply_faults(self, faults: SessionFaults) -> None:
-        """Apply the simulated faults: the step is delayed, or not executed. Raises WireError or
-        _NoAnswer."""
+        """Apply the simulated faults to a step: delay it, or leave it unexecuted. Raises WireError
+        or _NoAnswer."""
         if faults.latency_s:
             await asyncio.sleep(faults.latency_s)
         fault = faults.draw()
@@ -228,7 +229,7 @@ class SocketSession:
         return work.result()
 
     async def _watch(self, work: asyncio.Future[str], receive: Receive) -> None:
-        """Wait for a slow command, and for the end of the connection at the same time."""
+        """Wait for a slow command, while also watching for the end of the connection."""
         self._receiving = asyncio.ensure_future(receive())
         await asyncio.wait((work, self._receiving), return_when=asyncio.FIRST_COMPLETED)
         if work.done():
@@ -239,7 +240,7 @@ class SocketSession:
             await asyncio.wait((work,))
 
     async def _finish_or_kill(self, work: asyncio.Future[str]) -> None:
-        """Give the command ``_GRACE_S`` to end, then kill it: its client is gone."""
+        """Wait up to ``_GRACE_S`` for a command whose client is gone, then kill it."""
         finished, _ = await asyncio.wait((work,), timeout=_GRACE_S)
         if not finished:
             await kill_until_done(work, self._kill, KILLED_WAIT_S)
@@ -249,7 +250,7 @@ class SocketSession:
         self._player.kill()
 
     def _run_request(self, request: WireRequest) -> str:
-        """Run the request in the worker thread, and encode its reply. Raises WireError."""
+        """Run the request in the worker thread and return its encoded reply. Raises WireError."""
         began = time.perf_counter()
         if request.kind == "state":
             return wire.encode_reply("state", self._player.state(), request.request_id)
@@ -291,9 +292,9 @@ class SocketSession:
 async def kill_until_done(
     work: asyncio.Future[Any], kill: Callable[[], None], limit_s: float
 ) -> None:
-    """Kill the worker of a command until its thread ends: the executor may retry a killed command
-    once. If the thread does not end within ``limit_s``, it still uses its slot when this function
-    returns."""
+    """Kill a command's worker repeatedly until the command's thread ends, because the executor may
+    retry a killed command once. If the thread has not ended after ``limit_s`` seconds, it still
+    uses its slot when this function returns."""
     deadline = process_clock.now() + limit_s
     while not work.done():
         if process_clock.now() > deadline:
@@ -304,13 +305,13 @@ async def kill_until_done(
 
 
 _STOP_SESSIONS_S = 5.0
-"""Seconds that open sessions have to end when the server stops."""
+"""Seconds that open sessions may take to end when the server stops."""
 _STOP_RELEASES_S = 2.0
-"""Seconds to wait for the cleaning of their slots after that."""
+"""Seconds to wait after that until their slots are cleaned."""
 
 
 class SessionEndpoint:
-    """The ASGI application of ``/ws``."""
+    """ASGI application for ``/ws``."""
 
     def __init__(
         self,
@@ -331,8 +332,8 @@ class SessionEndpoint:
         self._sessions: set[SocketSession] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lease a slot, accept the handshake and serve a session. Refuses the handshake without the
-        token, or without a free slot."""
+        """Lease a slot, accept the handshake and serve a session. The handshake is refused if the
+        token is missing or no slot is free."""
         await receive()
         if refusal := self._check_token(scope):
             await refuse_handshake(
@@ -382,7 +383,7 @@ class SessionEndpoint:
             await send({"type": "websocket.close", "code": close[0], "reason": close[1]})
 
     async def stop(self) -> None:
-        """Refuse new sessions, end the open ones with 1001, and wait until their slots are
+        """Refuse new sessions, close the open ones with code 1001, and wait until their slots are
         cleaned."""
         self._leases.close()
         for session in list(self._sessions):
@@ -393,7 +394,7 @@ class SessionEndpoint:
         await self._leases.wait_until_cleaned(_STOP_RELEASES_S)
 
     def _report_no_environment(self, error: Exception) -> dict[str, Any]:
-        """Count and log that an environment could not be made; return the error body for its
+        """Count and log that an environment could not be created; return the error body for the
         client."""
         name = getattr(self._make_player, "__name__", type(self._make_player).__name__)
         _LOG.error("no environment for a new session (%s)", name, exc_info=error)

@@ -1,7 +1,7 @@
-"""The OpenEnv wire: JSON text frames, one reply per request, in order.
+"""OpenEnv wire format: JSON text frames, with one reply per request, in order.
 
-Requests are checked by hand, in a few microseconds. The environment checks the data of resets and
-actions. Source: docs/reference/environment.md 2.1.
+Requests are checked by hand-written code, which takes a few microseconds. The environment checks
+the data of resets and actions. Source: docs/reference/environment.md 2.1.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ SESSION_ERROR = "SESSION_ERROR"
 UNAVAILABLE = "UNAVAILABLE"
 
 MAX_FRAME_BYTES = 1 << 20
-"""Largest frame, and largest body over HTTP."""
+"""Largest frame in bytes; also the largest HTTP body."""
 MAX_NAME_CHARS = 255
-"""Longest id of an episode, a task or a request."""
+"""Maximum length of the id of an episode, a task or a request."""
 MAX_NUMBER = (1 << 63) - 1
 """Largest absolute value of an integer."""
 
@@ -40,7 +40,7 @@ Check = Callable[[Any], dict[str, Any]]
 
 
 class WireError(Exception):
-    """A request that cannot be served.
+    """Raised for a request that cannot be served.
 
     ``code``: one of the codes above. ``errors``: the invalid fields. ``retryable``: nothing was
     executed, and the same request may be sent again. ``kind``: how the environment failed, one of
@@ -87,8 +87,8 @@ _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def parse_request(text: str, check_reset: Check, check_action: Check) -> WireRequest:
-    """Parse the request in a text frame; the two functions check the data of a reset and of a step.
-    Raises WireError, after which the session continues."""
+    """Parse the request in a text frame. ``check_reset`` and ``check_action`` check the data of a
+    reset and of a step. Raises WireError; the session can continue after it."""
     try:
         message = _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
@@ -135,8 +135,8 @@ def _request_id(message: dict[str, Any]) -> str | int | None:
 
 
 def size_problem(value: Any) -> str:
-    """Return why a text or number that names something is too large or not encodable; "" for a
-    valid one."""
+    """Return why an identifier (a string or number) is too large or cannot be encoded; "" if it is
+    valid."""
     if isinstance(value, str):
         if len(value) > MAX_NAME_CHARS:
             return f"is longer than {MAX_NAME_CHARS} characters"
@@ -148,7 +148,8 @@ def size_problem(value: Any) -> str:
 
 
 def require_object(data: Any, problem: str) -> dict[str, Any]:
-    """Return ``data`` if it is an object. Raises WireError with the text ``problem`` otherwise."""
+    """Return ``data`` if it is an object; otherwise raise WireError with the message
+    ``problem``."""
     if not isinstance(data, dict):
         raise WireError(VALIDATION_ERROR, problem, field="data")
     return data
@@ -166,8 +167,8 @@ RESET_TYPES: Mapping[str, tuple[type, ...]] = {
 def validate_reset_data(
     data: Any, types_of: Mapping[str, tuple[type, ...]] = RESET_TYPES
 ) -> dict[str, Any]:
-    """Check the data of a reset, {} where there is none: each key of ``types_of`` has one of its
-    types, or is null. Raises WireError."""
+    """Return the checked data of a reset; ``data`` is {} if the request has none. Each key of
+    ``types_of`` must have one of its types or be null. Raises WireError."""
     if data is None:
         return {}
     data = require_object(data, "reset data must be an object")
@@ -183,8 +184,8 @@ def validate_reset_data(
 
 
 def encode_reply(kind: str, data: Mapping[str, Any], request_id: str | int | None = None) -> str:
-    """Return the text of a reply frame. A value that JSON cannot hold raises ValueError or
-    TypeError."""
+    """Return the text of a reply frame. Raises ValueError or TypeError for a value that JSON cannot
+    represent."""
     reply: dict[str, Any] = {"type": kind, "data": data}
     if request_id is not None:
         reply["id"] = request_id
@@ -197,13 +198,13 @@ def encode_observation(
     done: bool,
     request_id: str | int | None = None,
 ) -> str:
-    """Return the reply to reset and step. A reward that is not finite is sent as null."""
+    """Return the reply to a reset or step. A reward that is not finite is sent as null."""
     reply = {"observation": observation, "reward": finite_or_none(reward), "done": done}
     return encode_reply("observation", reply, request_id)
 
 
 def finite_or_none(reward: float | None) -> float | None:
-    """Return the reward, or None for one that is not finite, which JSON cannot express."""
+    """Return the reward, or None if it is not finite, because JSON cannot represent it."""
     return reward if reward is not None and math.isfinite(reward) else None
 
 

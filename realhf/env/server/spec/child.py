@@ -1,9 +1,10 @@
-"""Process in which an environment runs, with the sessions that the server assigns to it.
+"""Process in which an environment runs, and in which it plays the sessions that the server assigns
+to it.
 
-The module is run as a zygote, which imports what every such process needs and forks them
+This module is run as a zygote, which imports what all such processes need and forks them
 (``fork_server``). The author's code is loaded after the fork, so that the zygote never runs it and
 keeps a single thread. Each process has a control socket, over which the server opens sessions and
-cancels calls, and a channel for each session, over which every request frame gets one answer frame.
+cancels calls, and one channel per session, on which every request frame gets one answer frame.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from realhf.env.server.spec.slots import describe_error
 from realhf.env.server.wire import WireError
 
 FIRST = "facts"
-"""Key of the first message on the control socket: the facts about the environment."""
+"""Key of the first message on the control socket, which describes the environment."""
 STUCK = "stuck"
-"""Key of a message on the control socket: the number of abandoned threads."""
+"""Key of a message on the control socket that holds the number of abandoned threads."""
 OPEN = "open"
-"""Message of the server on the control socket: a session, whose channel comes with it."""
+"""Message from the server on the control socket: open a session, whose channel is sent along."""
 KILL = "kill"
-"""Message of the server on the control socket: cancel the call of a session."""
+"""Message from the server on the control socket: cancel a session's call."""
 RESET = "reset"
-"""Request of a session: start an episode."""
+"""Request in a session: start an episode."""
 STEP = "step"
-"""Request of a session: take a turn."""
+"""Request in a session: take a turn."""
 CLOSE = "close"
-"""Request of a session: end it."""
+"""Request in a session: end it."""
 DATAGRAM = 64 * 1024
 """Maximum bytes of a message on the control socket."""
 _REPORT_S = 0.25
@@ -49,11 +50,11 @@ _REPORT_S = 0.25
 
 
 def run(request: dict[str, Any], fds: list[int]) -> None:
-    """Load the environment, send its facts, and play sessions until the server closes the control
-    socket.
+    """Load the environment, send its description, and play sessions until the server closes the
+    control socket.
 
-    fds: the control socket, and a file for the stack trace of a crash. An environment that cannot
-    be loaded is reported to the server as {"error": text}.
+    fds: the control socket, and a file for the stack trace of a crash. If the environment cannot be
+    loaded, {"error": text} is sent to the server.
     """
     for descriptor in fds:
         os.set_inheritable(descriptor, False)
@@ -117,8 +118,8 @@ class _Sessions:
                 channel.sendall(encode_frame({}))
 
     def _report_stuck(self) -> None:
-        """Send the number of abandoned threads if it has changed. If the server has not read its
-        messages for long, try again later."""
+        """Send the number of abandoned threads if it has changed. If the control socket is full
+        because the server has not read it, try again later."""
         if (stuck := self._host.env_threads.stuck) != self._reported_stuck:
             with suppress(OSError):
                 self._control.send(json.dumps({STUCK: stuck}).encode(), socket.MSG_DONTWAIT)
@@ -126,8 +127,8 @@ class _Sessions:
 
 
 def _answer(player: SpecPlayer, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer frame to a request: a reply, an error of the wire, or an unexpected
-    failure; each with the state of the session."""
+    """Return the answer frame for a request: a reply, a wire error, or an unexpected failure,
+    always with the state of the session."""
     try:
         reply = (
             player.reset(request["data"])

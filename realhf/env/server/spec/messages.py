@@ -1,7 +1,7 @@
-"""Definition and validation of the messages between a client and any environment.
+"""Messages between a client and any environment: their definition and validation.
 
-An invalid frame is refused. An invalid tool call is the policy's mistake: it is passed to the
-environment with a description of its problem, and the environment answers it.
+An invalid frame is refused. An invalid tool call is a mistake of the policy, so it is passed to the
+environment with a description of the problem, and the environment answers it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class SpecState(BaseModel):
 
 
 _TEXTS = ("content", "text", "reasoning")
-"""Fields of an action that are text."""
+"""Fields of an action that hold text."""
 _ACTION_KEYS = frozenset({*_TEXTS, "tool_calls", "token_count", "metadata"})
 """All fields of an action."""
 _NEEDED = "step needs data: an object with content, tool_calls or both"
@@ -102,10 +102,10 @@ _NEEDED = "step needs data: an object with content, tool_calls or both"
 
 
 def validate_reset(data: Any) -> dict[str, Any]:
-    """Return validated reset data, without the entries that are null.
+    """Return validated reset data, without entries that are null.
 
-    Raises WireError, also for an unknown key, because a misspelled name must not silently select
-    another task.
+    Raises WireError, also for an unknown key, because otherwise a misspelled name would silently
+    select another task.
     """
     fields = {
         key: value for key, value in wire.validate_reset_data(data).items() if value is not None
@@ -126,7 +126,7 @@ def validate_reset(data: Any) -> dict[str, Any]:
 
 
 def validate_action(data: Any) -> dict[str, Any]:
-    """Return a validated action, the data of a step, without the entries that are null. Raises
+    """Return a validated action (the data of a step), without entries that are null. Raises
     WireError."""
     fields = {
         key: value for key, value in require_object(data, _NEEDED).items() if value is not None
@@ -155,8 +155,8 @@ def validate_action(data: Any) -> dict[str, Any]:
 
 
 def to_message(action: Mapping[str, Any]) -> AssistantMessage:
-    """Return the policy's message in a validated action. If ``content`` is missing, ``text`` is
-    used as the content; calls beyond ``MAX_CALLS`` become one call with a problem."""
+    """Convert a validated action to the policy's message. If ``content`` is missing, ``text`` is
+    used as the content. Calls beyond ``MAX_CALLS`` are replaced by one call with a problem."""
     content = action.get("content", action.get("text", ""))
     calls = action.get("tool_calls", [])
     tool_calls = [_to_call(entry, position) for position, entry in enumerate(calls[:MAX_CALLS])]
@@ -184,8 +184,8 @@ def _check_text(key: str, value: Any) -> None:
 
 
 def _to_call(entry: Any, position: int) -> ToolCall:
-    """Return a tool call given in the short form ``{"name", "arguments"}`` or in that of the OpenAI
-    API, whose arguments are JSON text. An entry in neither form becomes a call with a
+    """Convert one tool call, given as ``{"name", "arguments"}`` or in the format of the OpenAI API,
+    where the arguments are JSON text. An entry in neither format becomes a call with a
     ``problem``."""
     try:
         text = json.dumps(entry, separators=(",", ":"))
@@ -212,7 +212,7 @@ def _to_call(entry: Any, position: int) -> ToolCall:
 
 
 def _parse_whole(text: str) -> Any:
-    """Return the JSON value of a text that contains nothing else. Raises CallProblem."""
+    """Parse text that must consist of a single JSON value. Raises CallProblem."""
     start = len(text) - len(text.lstrip())
     value, end = read_json(text, start)
     if text[end:].strip():
@@ -221,7 +221,7 @@ def _parse_whole(text: str) -> Any:
 
 
 def opening_observation(opening: Any, system_prompt: str) -> dict[str, Any]:
-    """Return the observation of a reset. ``system_prompt`` is put first, unless the environment's
+    """Return the observation for a reset. ``system_prompt`` is put first, unless the environment's
     messages start with a system message. Raises BrokenContract."""
     if not isinstance(opening, Opening):
         raise BrokenContract(f"reset must return an Opening, not {format_value(opening)}")
@@ -235,7 +235,7 @@ def opening_observation(opening: Any, system_prompt: str) -> dict[str, Any]:
 
 
 def turn_observation(turn: Any) -> tuple[dict[str, Any], float | None, bool]:
-    """Return the observation of a step, its reward, and whether the episode is over. Raises
+    """Return (observation of a step, reward, whether the episode is over). Raises
     BrokenContract."""
     if not isinstance(turn, Turn):
         raise BrokenContract(f"step must return a Turn, not {format_value(turn)}")

@@ -1,4 +1,4 @@
-"""Player of a session's episodes on any environment: it chooses the task, calls the environment and
+"""Player of one session's episodes on any environment: chooses the task, calls the environment, and
 counts its failures."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from realhf.env.server.wire import VALIDATION_ERROR, WireError
 
 @dataclass(frozen=True)
 class ChosenTask:
-    """A task to play."""
+    """Task that a reset selected."""
 
     task: Task
     """The task, with its payload and seed."""
@@ -42,13 +42,13 @@ class ChosenTask:
 
 
 class TaskChoice:
-    """Choice of the task that a reset asks for.
+    """Selection of the task that a reset asks for.
 
-    Seed n in a split selects template n modulo the number of templates, instantiated with seed n. A
-    reset that names neither seed nor task plays the next seed of the training split.
+    Seed n in a split selects the template with index n modulo the number of templates, instantiated
+    with seed n. A reset that names neither seed nor task plays the next seed of the training split.
 
-    Raises ValueError if the environment has no training tasks. If a held-out split cannot be made,
-    the reset that asks for it gets the error.
+    Raises ValueError if the environment has no training tasks. An error in making the held-out
+    split is raised only by a reset that asks for that split.
     """
 
     def __init__(self, spec: EnvironmentSpec) -> None:
@@ -95,8 +95,8 @@ class TaskChoice:
             raise WireError(VALIDATION_ERROR, text, field="data.task_id")
 
     def choose(self, data: Mapping[str, Any]) -> ChosenTask:
-        """Return the task that validated reset data select. Runs the environment's own code, so it
-        may raise anything."""
+        """Return the task that validated reset data selects. It runs the environment's own code, so
+        it may raise any exception."""
         if "task" in data:
             return ChosenTask(Task("", payload=data["task"], seed=data.get("seed", 0)))
         split = data.get("split", TRAIN)
@@ -113,8 +113,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class SpecPlayer:
-    """Implementation of ``realhf.env.server.interfaces.Player`` on a ``env_thread`` of
-    ``env_threads``. Use it from one thread at a time, except for ``kill``.
+    """Implementation of ``realhf.env.server.interfaces.Player`` on ``env_thread``, one of
+    ``env_threads``. Only one thread may use it at a time, except that any thread may call ``kill``.
 
     info: whether observations contain the environment's ``info``.
     """
@@ -140,8 +140,8 @@ class SpecPlayer:
         self._tools: Sequence[Mapping[str, Any]] = ()
 
     def reset(self, data: dict[str, Any]) -> Reply:
-        """Start an episode of the task that ``data`` select; an open episode is abandoned. Raises
-        WireError."""
+        """Start an episode of the task that ``data`` selects; an unfinished episode is abandoned.
+        Raises WireError."""
         self._choice.check(data)
         self._playing = False
         self._steps = 0
@@ -195,11 +195,11 @@ class SpecPlayer:
         return self._tools
 
     def kill(self) -> None:
-        """Cancel the call in progress. May be called from any thread."""
+        """Cancel the running call. May be called from any thread."""
         self._env_thread.kill()
 
     def _visible_part(self, observation: dict[str, Any]) -> dict[str, Any]:
-        """Return an observation without ``info`` if that is switched off."""
+        """Return the observation, without ``info`` if the server is set to leave it out."""
         if not self._info:
             observation.pop("info", None)
         return observation
@@ -210,8 +210,8 @@ class SpecPlayer:
             raise WireError(wire.VALIDATION_ERROR, "no episode is open; send a reset", field="type")
 
     def _run(self, call_name: str, call: Any) -> Any:
-        """Run a call of the environment and return its result. A failure is counted, logged and
-        raised as WireError; it ends the episode unless it is of the kind ``unavailable``."""
+        """Call the environment and return the result. A failure is counted, logged and raised as
+        WireError; it ends the episode unless it is of the kind ``unavailable``."""
         try:
             return self._env_thread.run(call_name, call)
         except EnvironmentFailure as failure:
@@ -227,8 +227,8 @@ class SpecPlayer:
             raise WireError(code, str(reported), kind=failure.kind, retryable=retryable) from None
 
     def _describe_task(self) -> str:
-        """Return which task was played, for a message, without its payload, which may contain the
-        answer."""
+        """Return a description of the task for a message. It omits the payload, which may contain
+        the answer."""
         if self._chosen is None:
             return ""
         task = self._chosen.task
@@ -240,7 +240,7 @@ class SpecPlayer:
 
 @dataclass(frozen=True)
 class EnvironmentFacts:
-    """What the server publishes about an environment."""
+    """Description of an environment that the server publishes."""
 
     name: str
     """Name of the environment."""
@@ -257,9 +257,9 @@ class EnvironmentFacts:
 class EnvironmentHost:
     """Environment in this process, with threads and players for at most ``size`` sessions.
 
-    timeout_s: limit in seconds of one call of the environment. info: whether observations contain
-    the environment's ``info``. Raises ValueError for an environment that has no tasks, or that is
-    played on a service of its own.
+    timeout_s: time limit of one call of the environment, in seconds. info: whether observations
+    contain the environment's ``info``. Raises ValueError for an environment that has no tasks, or
+    that needs a service of its own.
     """
 
     def __init__(self, spec: EnvironmentSpec, size: int, timeout_s: float, *, info: bool) -> None:
@@ -279,7 +279,7 @@ class EnvironmentHost:
         )
 
     def make_player(self, env_thread: EnvironmentThread) -> SpecPlayer:
-        """Return the player of a session on its thread."""
+        """Return a player for a session on its thread."""
         return SpecPlayer(
             env_thread, self.env_threads, self._choice, self._spec.system_prompt, info=self._info
         )

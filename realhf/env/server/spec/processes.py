@@ -1,8 +1,8 @@
-"""Pool of processes in which an environment runs: a crash ends the sessions of one process, and not
-the server.
+"""Pool of processes in which an environment runs, so that a crash ends only the sessions of one
+process and not the server.
 
 A session stays in the process in which its first episode began, as long as that process lives. A
-process that died or does not answer is replaced when a session needs it.
+process that died or does not answer is replaced when a session needs one.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _MODULE = "realhf.env.server.spec.child"
 _ZYGOTE_S = 60.0
 """Timeout in seconds of starting the zygote."""
 _LOAD_S = 300.0
-"""Timeout in seconds of loading the environment, which may import much."""
+"""Timeout in seconds of loading the environment, which may import large packages."""
 _LATE_S = 2 * GRACE_S + CLOSE_S + 3.0
-"""Seconds to wait for an answer beyond the time limit of a call: within this time the process
-itself ends the call."""
+"""Seconds to wait for an answer beyond the time limit of a call; within this time the process
+should itself end the call."""
 _SEND_S = 5.0
-"""Timeout in seconds of sending a request, and of the exit of a killed process."""
+"""Timeout in seconds of sending a request; also of waiting for a killed process to exit."""
 _GONE_S = 1.0
-"""Seconds to wait for the exit of a process whose channel has closed: a crashing process closes its
-channels a moment before it is gone."""
+"""Seconds to wait for a process to exit after its channel has closed. A crashing process closes its
+channels shortly before it exits."""
 _CRASH = re.compile(r"^Fatal Python error: (.+)$", re.M)
 """Cause of a crash in the output of faulthandler."""
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.M)
@@ -56,12 +56,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class _Process:
-    """One process of the environment, as the server sees it.
+    """The server's view of one process of the environment.
 
     control: the control socket. crash: file to which faulthandler writes the stack of a crash.
-    session: id of the kernel session that the process and its own children belong to. ``sessions``
-    is the number of sessions that have a channel to the process, ``counted`` whether its death has
-    been counted.
+    session: id of the kernel session to which the process and its own children belong.
+    ``sessions``: number of sessions with a channel to the process. ``counted``: whether its death
+    has been counted.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class _Process:
         self.counted = False
 
     def facts(self) -> EnvironmentFacts:
-        """Wait until the environment is loaded, and return its facts. Raises ValueError with the
-        reason if it cannot be loaded."""
+        """Wait until the environment is loaded, and return its description. Raises ValueError with
+        the reason if it cannot be loaded."""
         with self._lock:
             if self._ready is None:
                 self._ready = self._wait_for_facts()
@@ -90,10 +90,10 @@ class _Process:
         return self._ready
 
     def open(self) -> tuple[int, socket.socket]:
-        """Open a session; return its number and its channel.
+        """Open a session; return (its number, its channel).
 
         Raises OSError if the process has exited, or has not read its control socket for so long
-        that no message fits.
+        that the socket is full.
         """
         number = next(self._numbers)
         ours, theirs = socket.socketpair()
@@ -109,7 +109,7 @@ class _Process:
         return number, ours
 
     def cancel_call(self, number: int) -> None:
-        """Cancel the call of a session. Never blocks, because it is called on the server's event
+        """Cancel a session's call. Never blocks, because it is called on the server's event
         loop."""
         with suppress(OSError):
             self._control.send(json.dumps([KILL, number]).encode(), socket.MSG_DONTWAIT)
@@ -121,18 +121,19 @@ class _Process:
 
     @property
     def stuck(self) -> int:
-        """Number of stuck threads in the environment's code, as the process reported last. Not
+        """Number of threads stuck in the environment's code, as last reported by the process. Not
         thread-safe."""
         if self._ready is None or not self.alive:
             return 0
-        # no message, or one that the environment's code wrote
+        # There is no message, or one that the environment's code wrote.
         with suppress(OSError, ValueError, KeyError, TypeError):
             while data := self._control.recv(DATAGRAM, socket.MSG_DONTWAIT):
                 self._stuck = int(json.loads(data)[STUCK])
         return self._stuck
 
     def describe_death(self) -> str:
-        """Return how the process ended, with the line at which it crashed, as far as known."""
+        """Return a description of how the process ended, with the line at which it crashed, as far
+        as known."""
         text = os.pread(self._crash, 1 << 16, 0).decode(errors="replace")
         cause = _CRASH.search(text)
         if cause is None:
@@ -147,15 +148,15 @@ class _Process:
         return f"its process has crashed: {cause[1]}{where}"
 
     def end(self) -> None:
-        """Kill the process and all that it forked, and wait for its exit. Its descriptors stay
-        open, because a session may be waiting on them."""
+        """Kill the process and all processes that it forked, and wait for its exit. Its descriptors
+        stay open, because a session may be waiting on them."""
         if self.alive or self._has_orphans():
             with suppress(OSError):
                 os.killpg(self.forked.pid, signal.SIGKILL)
         self.wait_gone(_SEND_S)
 
     def wait_gone(self, within_s: float) -> bool:
-        """Return whether the process has exited, or exits within ``within_s`` seconds."""
+        """Wait up to ``within_s`` seconds for the process to exit; return whether it has."""
         poll = select.poll()
         poll.register(self.forked.pidfd, select.POLLIN)
         return bool(process_clock.wait(lambda left_s: poll.poll(left_s * 1000), within_s))
@@ -169,9 +170,9 @@ class _Process:
         os.close(self._crash)
 
     def _has_orphans(self) -> bool:
-        """Return whether a process that has exited left others in its process group. These must
-        also be in the kernel session of the process: if none is left, the number of the group may
-        belong to an unrelated process."""
+        """Return whether a process that has exited left others in its process group. They must also
+        be in the process's kernel session; otherwise the group's number may have been reused by an
+        unrelated process."""
         for each in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):
                 _, _, group, session, *_ = each.read_bytes().rpartition(b")")[2].split()
@@ -180,8 +181,8 @@ class _Process:
         return False
 
     def _wait_for_facts(self) -> EnvironmentFacts | str:
-        """Wait for the first message on the control socket; return the facts, or the reason why the
-        environment was not loaded."""
+        """Wait for the first message on the control socket. Return the environment's description,
+        or a string that says why it was not loaded."""
         poll = select.poll()
         for descriptor in (self._control.fileno(), self.forked.pidfd):
             poll.register(descriptor, select.POLLIN)
@@ -203,11 +204,11 @@ class _Process:
 
 
 class Processes(SessionSlots):
-    """Pool of at most ``count`` processes with at most ``size`` sessions in total; a slot is the
-    player of a session.
+    """Pool of at most ``count`` processes with at most ``size`` sessions in total. A slot is the
+    player of one session.
 
-    reference, options: the environment, and its options. timeout_s: limit in seconds of one call of
-    the environment. info: whether observations contain the environment's ``info``. Raises
+    reference, options: the environment and its options. timeout_s: time limit of one call of the
+    environment, in seconds. info: whether observations contain the environment's ``info``. Raises
     ValueError with the reason if the environment cannot be loaded, and RuntimeError if no process
     can be started.
     """
@@ -249,7 +250,7 @@ class Processes(SessionSlots):
             raise
 
     def stop(self) -> None:
-        """End all processes, and with them every call."""
+        """End all processes; this also ends every call."""
         with self._lock:
             self._is_stopped = True
             processes = [*self._processes]
@@ -269,13 +270,13 @@ class Processes(SessionSlots):
 
     @property
     def stuck(self) -> int:
-        """Number of stuck threads in the environment's code, in all processes."""
+        """Number of threads stuck in the environment's code, in all processes."""
         with self._lock:
             return sum(process.stuck for process in self._processes)
 
     def metrics(self) -> dict[str, Any]:
-        """Return the metrics for ``/metrics``, with the numbers of living processes and of
-        deaths."""
+        """Return the metrics for ``/metrics``, including the numbers of living and of dead
+        processes."""
         with self._lock:
             alive = sum(process.alive for process in self._processes)
             return super().metrics() | {"processes": alive, "process_deaths": self._deaths}
@@ -284,15 +285,16 @@ class Processes(SessionSlots):
         return ProcessPlayer(self)
 
     def next_number(self) -> int:
-        """Return the seed for a reset that names neither seed nor task; seeds are counted over all
-        sessions."""
+        """Return the next seed for a reset that names neither seed nor task. All sessions share one
+        count."""
         return next(self._numbers)
 
     def open_session(self) -> tuple[_Process, int, socket.socket]:
-        """Open a session; return its process, number and channel.
+        """Open a session; return (its process, number, channel).
 
-        Uses the process with the fewest sessions, or a new one while each process has sessions and
-        there are fewer than ``count``. Raises RuntimeError or ValueError if there is no process.
+        Uses the process with the fewest sessions, but starts a new one if every process already has
+        sessions and there are fewer than ``count``. Raises RuntimeError or ValueError if there is
+        no process.
         """
         for _ in range(2):  # the chosen process may exit at this moment
             process = self._choose_process()
@@ -307,8 +309,8 @@ class Processes(SessionSlots):
         raise RuntimeError("no process of it stays alive, or takes a session")
 
     def _choose_process(self) -> _Process:
-        """Return a process, with one session more counted for it. A lock serialises this, because
-        sessions that begin at the same time would each start a process."""
+        """Choose or start a process and count one more session for it. A lock serialises this,
+        because otherwise sessions that begin at the same time would each start a process."""
         with self._choosing:
             with self._lock:
                 for exited in [
@@ -324,20 +326,20 @@ class Processes(SessionSlots):
             return process
 
     def leave(self, process: _Process) -> None:
-        """Count one session less for a process; a process that has exited is released with its last
-        session."""
+        """Count one session less for a process. If the process has exited, its last session
+        releases it."""
         with self._lock:
             process.sessions -= 1
             if not process.sessions and not process.alive and process in self._processes:
                 self._forget(process)
 
     def record_death(self, process: _Process) -> None:
-        """Count and log the death of a process, only once."""
+        """Count and log the death of a process; only the first call for a process has an effect."""
         with self._lock:
             self._count_death(process)
 
     def _count_death(self, process: _Process) -> None:
-        """Implement ``record_death``; call it with the lock held."""
+        """Like ``record_death``, but the caller must hold the lock."""
         if not process.counted:
             process.counted = True
             self._deaths += 1
@@ -349,7 +351,7 @@ class Processes(SessionSlots):
             )
 
     def _forget(self, process: _Process) -> None:
-        """Remove a process that has exited from the pool; call it with the lock held."""
+        """Remove a process that has exited from the pool. The caller must hold the lock."""
         self._count_death(process)
         self._processes.remove(process)
         process.close()
@@ -380,8 +382,8 @@ class Processes(SessionSlots):
 
 
 class ProcessPlayer:
-    """Implementation of ``realhf.env.server.interfaces.Player`` by the ``SpecPlayer`` in a process.
-    Use it from one thread at a time, except for ``kill``."""
+    """Implementation of ``realhf.env.server.interfaces.Player`` that forwards to the ``SpecPlayer``
+    in a process. Only one thread may use it at a time, except that any thread may call ``kill``."""
 
     def __init__(self, pool: Processes) -> None:
         self._pool = pool
@@ -390,8 +392,8 @@ class ProcessPlayer:
         self._tools: Sequence[Mapping[str, Any]] = ()
 
     def reset(self, data: dict[str, Any]) -> Reply:
-        """Start an episode of the task that ``data`` select; an open episode is abandoned. Raises
-        WireError."""
+        """Start an episode of the task that ``data`` selects; an unfinished episode is abandoned.
+        Raises WireError."""
         if not data.keys() & {"seed", "task_id", "task"}:
             data = data | {"seed": self._pool.next_number()}
         reply = self._send_request(RESET, data)
@@ -413,12 +415,12 @@ class ProcessPlayer:
         return self._tools
 
     def kill(self) -> None:
-        """Cancel the call in progress. May be called from any thread."""
+        """Cancel the running call. May be called from any thread."""
         if (seat := self._seat) is not None:
             seat[0].cancel_call(seat[1])
 
     def close(self) -> None:
-        """End the session, and with it the instance of the environment."""
+        """End the session, which closes the environment's instance."""
         if self._seat is not None:
             with suppress(WireError):
                 self._exchange({"what": CLOSE}, CLOSE)
@@ -447,7 +449,7 @@ class ProcessPlayer:
         """Send a frame and return the answer frame.
 
         Raises WireError if no process is available, or if the process has exited or does not
-        answer; it is then killed.
+        answer; the process is then killed.
         """
         if self._seat is None:
             try:
@@ -481,7 +483,7 @@ class ProcessPlayer:
             ) from None
 
     def _failure(self, kind: str, call_name: str, reason: str) -> WireError:
-        """Count a failure, end the episode, and return the error for the client."""
+        """Count a failure, end the episode, and return the WireError for the client."""
         self._state["playing"] = False
         self._pool.count(kind)
         text = f"environment {self._pool.name}: {call_name}: {reason}"
@@ -491,7 +493,7 @@ class ProcessPlayer:
         return WireError(wire.EXECUTION_ERROR, text, kind=kind)
 
     def _leave_process(self) -> None:
-        """Close the channel and leave the process."""
+        """Close the channel and end the session's use of its process."""
         seat = self._seat
         self._seat = None
         if seat is not None:
@@ -500,8 +502,9 @@ class ProcessPlayer:
 
 
 def _wait_readable(channel: socket.socket, pidfd: int, timeout_s: float) -> None:
-    """Wait until the channel has data, or the process exits; children that it forked may keep its
-    end of the channel open. Raises TimeoutError, and BadFrame if the process has exited."""
+    """Wait until the channel has data or the process exits. The process is watched too, because
+    children that it forked may keep its end of the channel open. Raises TimeoutError, and BadFrame
+    if the process has exited."""
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     poll.register(pidfd, select.POLLIN)

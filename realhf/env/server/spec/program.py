@@ -1,5 +1,5 @@
-"""Set-up of the server of any environment of the registry, and its description for the environment
-server."""
+"""Setup of a server for any registered environment, and the adapter through which the environment
+server uses it."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
 class SpecServed(ServedEnvironment):
-    """An environment of the registry as the environment server sees it; the wire carries the
-    messages of its contract."""
+    """Any registered environment in the form that the environment server needs; actions and
+    observations carry messages."""
 
     slots_are = "environment"
     slot_label = "kind"
@@ -84,16 +84,16 @@ class SpecServed(ServedEnvironment):
         return validate_action(data)
 
     def outcome(self, observation: Mapping[str, Any]) -> str:
-        """Return "achieved" or "failed" by the metric ``success``; "finished" if the environment
-        does not report it."""
+        """Return "achieved" or "failed" according to the metric ``success``; "finished" if the
+        environment does not report it."""
         success = observation["metrics"].get("success")
         return "finished" if success is None else "achieved" if success >= 1 else "failed"
 
     def tools(
         self, player: SpecPlayer | ProcessPlayer | None
     ) -> Sequence[Mapping[str, Any]] | None:
-        """Return the tools of the player's episode in the form of MCP; None without a player.
-        Raises WireError if no episode is open."""
+        """Return the tools of the player's episode in MCP format; None without a player. Raises
+        WireError if no episode is open."""
         if player is None:
             return None
         return [
@@ -106,8 +106,8 @@ class SpecServed(ServedEnvironment):
         ]
 
     def call_problem(self, params: Any) -> str:
-        """Return what is wrong with the form of a call, or "". Whether the call itself is valid is
-        left to the environment."""
+        """Return what is wrong with the format of a call, or "". Whether the call itself makes
+        sense is left to the environment."""
         if (
             not isinstance(params, Mapping)
             or not isinstance(params.get("name"), str)
@@ -117,21 +117,21 @@ class SpecServed(ServedEnvironment):
         return "" if isinstance(params.get("arguments", {}), Mapping) else "arguments are an object"
 
     def call_action(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return an action that consists of the call."""
+        """Return an action that consists of this one call."""
         return {
             "tool_calls": [{"name": params["name"], "arguments": dict(params.get("arguments", {}))}]
         }
 
     def call_answer(self, observation: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return the text of the environment's messages, and False for no error: a wrong call is
-        explained in the messages."""
+        """Return (text of the environment's messages, whether the call failed). The second is
+        always False, because the messages themselves explain a wrong call."""
         return "\n".join(
             str(message.get("content") or "") for message in observation["messages"]
         ), False
 
     def metadata(self) -> dict[str, Any]:
-        """Return the metadata for clients: that the wire carries messages, the time limit of a
-        call, and the tasks."""
+        """Return the metadata for clients: that actions and observations carry messages, the time
+        limit of a call, and the tasks."""
         return super().metadata() | {
             "name": f"realhf-{self._facts.name}",
             "environment": self._facts.name,
@@ -143,11 +143,11 @@ class SpecServed(ServedEnvironment):
         }
 
     def blank_state(self) -> dict[str, Any]:
-        """Return the state before the first reset, without unknown fields."""
+        """Return the state before the first reset, without fields that are not yet known."""
         return SpecState().model_dump(exclude_none=True)
 
     def announcement(self) -> str:
-        """Return a line with the numbers of tasks, for the log."""
+        """Return a line for the log with the numbers of tasks."""
         counts = (
             f"{count} templates of the split {split}"
             for split, count in self._facts.templates.items()
@@ -158,16 +158,16 @@ class SpecServed(ServedEnvironment):
 ABOUT = "Serve episodes of an environment over the OpenEnv wire, an instance for each session."
 """Description of the server program."""
 PROCESSES = 4
-"""Default number of processes for an environment that is not registered, such as an author's
-own."""
+"""Default number of processes for an environment that is not registered, for example one that the
+user wrote."""
 _LOG = logging.getLogger(__name__)
 
 
 def prepare(arguments: argparse.Namespace, config: ServerConfig) -> tuple[SpecServed, ServerConfig]:
-    """Return the environment as the server sees it, and the settings, with no more sessions than
-    the environment allows.
+    """Return (the environment for the server, the settings limited to as many sessions as the
+    environment allows).
 
-    Raises SettingError with what is wrong with the environment or its options.
+    Raises SettingError that says what is wrong with the environment or its options.
     """
     assert isinstance(config, SpecServerConfig)
     count = (

@@ -1,8 +1,8 @@
 """Slots for sessions: each session's environment runs on its own event loop and thread.
 
 An environment that hangs or blocks its loop thus disturbs only its own session. Python threads
-cannot be killed: a thread that is still in the environment's code after its deadline is interrupted
-by an exception, then abandoned and counted as stuck.
+cannot be killed. A thread that is still in the environment's code after its deadline is interrupted
+by an exception; if that does not help, it is abandoned and counted as stuck.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class EnvironmentThread:
-    """Event loop and thread on which one environment runs, for callers that block. One call at a
-    time; ``kill`` may be called from any thread.
+    """Event loop and thread on which one environment runs, with a blocking interface. Only one call
+    may run at a time; ``kill`` may be called from any thread.
 
-    name: of the environment, for messages. make: returns a new instance, and is called on the loop.
-    timeout_s: limit in seconds of one call. on_stuck: called with every thread that is abandoned.
+    name: name of the environment, for messages. make: returns a new instance, and is called on the
+    loop. timeout_s: time limit of one call, in seconds. on_stuck: called with every thread that is
+    abandoned.
     """
 
     def __init__(
@@ -57,10 +58,10 @@ class EnvironmentThread:
         self._is_stopped = False
 
     def run(self, call_name: str, call: Callable[[Environment], Awaitable[T]]) -> T:
-        """Run ``call`` on the instance, which is created if there is none, and return its result.
+        """Run ``call`` on the instance, which is created if there is none, and return the result.
 
-        Raises EnvironmentFailure. Unless this is of the kind ``unavailable``, the instance is
-        closed, and the next call creates a new one.
+        Raises EnvironmentFailure. Unless the failure is of the kind ``unavailable``, the instance
+        is closed, and the next call creates a new one.
         """
         if self._thread is None:
             self._thread = self._start_thread()
@@ -73,10 +74,10 @@ class EnvironmentThread:
             raise
 
     def kill(self, *, for_good: bool = False) -> None:
-        """Cancel the call in progress, whose caller gets EnvironmentFailure (lost).
+        """Cancel the running call; its caller gets EnvironmentFailure (lost).
 
-        for_good: the process is about to exit, so the environment is not closed and its thread is
-        not waited for.
+        for_good: the process is about to exit, so do not close the environment and do not wait for
+        its thread.
         """
         self._is_stopped = self._is_stopped or for_good
         if (call := self._call) is not None:
@@ -108,8 +109,8 @@ class EnvironmentThread:
     def _run_coroutine(
         self, thread: LoopThread, call_name: str, work: Any, timeout_s: float
     ) -> Any:
-        """Run a coroutine on the loop and wait for its result. If it does not return even when it
-        is cancelled, its thread is abandoned. Raises EnvironmentFailure."""
+        """Run a coroutine on the loop and wait for its result. If it does not end even after it is
+        cancelled, abandon its thread. Raises EnvironmentFailure."""
         self._call = asyncio.run_coroutine_threadsafe(
             _await_with_timeout(self._name, call_name, work, timeout_s), thread.loop
         )
@@ -150,7 +151,7 @@ class EnvironmentThread:
     async def _call_environment(
         self, call_name: str, call: Callable[[Environment], Awaitable[T]]
     ) -> T:
-        """Call the environment; everything that it raises becomes an EnvironmentFailure."""
+        """Call the environment; convert every exception that it raises to EnvironmentFailure."""
         server = os.getpid()
         try:
             if self._env is None:
@@ -166,14 +167,14 @@ class EnvironmentThread:
             text = f"environment {self._name}: {call_name}: {describe_error(error)}"
             raise EnvironmentFailure("internal", text) from error
         finally:
-            # this is a child that the environment forked; it must not continue as a server
+            # This is a child process that the environment forked; it must not continue as a server.
             if os.getpid() != server:
                 os._exit(1)
 
 
 async def _await_with_timeout(name: str, call_name: str, work: Awaitable[T], timeout_s: float) -> T:
-    """Await work with a timeout; a timeout becomes an EnvironmentFailure, except for a TimeoutError
-    that the work itself raises."""
+    """Await ``work`` with a timeout. A timeout becomes an EnvironmentFailure; a TimeoutError that
+    the work itself raises is passed on."""
     deadline = asyncio.timeout(timeout_s)
     try:
         async with deadline:
@@ -186,7 +187,7 @@ async def _await_with_timeout(name: str, call_name: str, work: Awaitable[T], tim
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error as one line, with the innermost line of code that is not in a library."""
+    """Return an error as one line, with the innermost line of code outside libraries."""
     frames = traceback.extract_tb(error.__traceback__)
     own_frames = [
         each
@@ -204,12 +205,12 @@ async def _close(env: Environment) -> None:
 
 
 MAX_STUCK = 64
-"""No session is opened while this many threads are stuck in the environment's code."""
+"""Number of stuck threads from which on no new session is opened."""
 
 
 class SessionSlots:
-    """Implementation of ``realhf.env.server.interfaces.SlotPool``: at most ``size`` slots at a
-    time, each created for one session and closed after it. Thread-safe.
+    """Implementation of ``realhf.env.server.interfaces.SlotPool`` with at most ``size`` slots at a
+    time; each is created for one session and closed after it. Thread-safe.
 
     Subclasses define what a slot is and which threads are stuck.
     """
@@ -225,10 +226,10 @@ class SessionSlots:
         self._acquired = 0
 
     def start(self) -> None:
-        """Do nothing: nothing is prepared before the first session."""
+        """Do nothing, because slots are created only when a session needs one."""
 
     def stop(self) -> None:
-        """Cancel every call, so that no thread waits for the environment."""
+        """Cancel all calls, so that no thread waits for an environment."""
         raise NotImplementedError
 
     def acquire(self) -> Any:
@@ -242,7 +243,7 @@ class SessionSlots:
             return slot
 
     def release(self, slot: Any) -> None:
-        """Close a slot; it is free afterwards, even if closing fails."""
+        """Close a slot. It counts as free afterwards, even if closing fails."""
         try:
             slot.close()
         finally:
@@ -250,7 +251,7 @@ class SessionSlots:
                 self._leased.discard(slot)
 
     def count(self, kind: str) -> None:
-        """Count a failure of the environment by its kind."""
+        """Count a failure of the environment of this kind."""
         with self._lock:
             self._failures[kind] += 1
 
@@ -282,10 +283,10 @@ class SessionSlots:
 
 
 class EnvironmentThreads(SessionSlots):
-    """Pool of the environment threads in this process.
+    """Pool of environment threads in this process.
 
-    make: returns an instance of the environment ``name``. timeout_s: limit in seconds of each of
-    its calls.
+    make: returns an instance of the environment ``name``. timeout_s: time limit of each of its
+    calls, in seconds.
     """
 
     def __init__(
@@ -298,7 +299,7 @@ class EnvironmentThreads(SessionSlots):
         self._abandoned: list[LoopThread] = []
 
     def stop(self) -> None:
-        """Cancel every call for good, so that no thread waits for the environment."""
+        """Cancel all calls before the process exits, so that no thread waits for an environment."""
         with self._lock:
             leased = list(self._leased)
         for env_thread in leased:
