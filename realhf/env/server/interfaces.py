@@ -111,8 +111,7 @@ class ServedEnvironment:
         return self._make_player(slot)
 
     def check_reset(self, data: Any) -> dict[str, Any]:
-        """Return the checked data of a reset; ``data`` is {} if the request has none. Raises
-        WireError."""
+        """Return the checked data of a reset; {} if ``data`` is None. Raises WireError."""
         raise NotImplementedError
 
     def check_action(self, data: Any) -> dict[str, Any]:

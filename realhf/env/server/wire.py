@@ -167,8 +167,8 @@ RESET_TYPES: Mapping[str, tuple[type, ...]] = {
 def validate_reset_data(
     data: Any, types_of: Mapping[str, tuple[type, ...]] = RESET_TYPES
 ) -> dict[str, Any]:
-    """Return the checked data of a reset; ``data`` is {} if the request has none. Each key of
-    ``types_of`` must have one of its types or be null. Raises WireError."""
+    """Return the checked data of a reset; {} if ``data`` is None. Each key of ``types_of`` must
+    have one of its types or be null. Raises WireError."""
     if data is None:
         return {}
     data = require_object(data, "reset data must be an object")
