@@ -25,8 +25,8 @@ from realhf.transport.network import write_private
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0; 1 with one line on standard error when the launcher refuses or is
-    not there."""
+    """Run the command and return its exit code: 0, or 1 if the launcher refuses the request or
+    cannot be reached. An error is printed as one line on standard error."""
     arguments = _build_parser().parse_args(argv)
     try:
         if arguments.command == "keys":
@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _make_keys(file: Path, hosts: Sequence[str], into: Path | None) -> None:
-    """Draw keys for hosts, and say where they are. Raises NetworkError or OSError."""
+    """Generate keys for hosts, and print where they were written. Raises NetworkError or
+    OSError."""
     for host in hosts:
         if not HOST_NAME.fullmatch(host) or host == LAUNCHER:
             raise NetworkError(f"--host {host!r}: no host can have this name")
@@ -70,7 +71,7 @@ def _make_keys(file: Path, hosts: Sequence[str], into: Path | None) -> None:
         host: file.with_name(f"{file.stem}-{host}{file.suffix}") for host in new_keys.hosts
     }
     for host, target in key_files.items() if into is None else ():
-        target.unlink(missing_ok=True)  # the key in it is worth nothing any more
+        target.unlink(missing_ok=True)  # its key was just replaced
         write_private(target, HostKeys(new_keys.server_public, {host: new_keys.hosts[host]}).text())
         print(f"{target}: the key of host {host}; copy it there, mode 600")
     if into is not None:

@@ -1,9 +1,9 @@
-"""Host agent: registers a host with a launcher elsewhere, starts and watches workers, and reports
-their ends.
+"""Host agent, which registers a host with a launcher on another machine, starts and watches
+workers, and reports their exits.
 
-The agent has one thread. Workers end with the agent, when the launcher requests it, and when the
-launcher has been silent for the time that its welcome states; then the agent tries to register
-again for ``patience_s``.
+The agent has one thread. Its workers end when the agent ends, when the launcher requests it, or
+when the launcher has been silent for ``Welcome.silent_s`` seconds. After such a silence the agent
+tries to register again for ``patience_s`` seconds.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ from realhf.transport.sockets import (
 )
 
 MARK = ".realhf-host"
-"""File in each agent's folder, which the agent that uses the folder keeps locked."""
+"""File in each agent's folder. An agent locks it for as long as it uses the folder."""
 PREFIX = "realhf-agent-"
 """Prefix of the names of agents' temporary folders."""
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""Errors of file systems without locks."""
+"""Error numbers that file systems without file locks raise."""
 _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def create_temporary_folder() -> Iterator[Path]:
-    """Create a temporary folder for an agent, and remove it after the block.
+    """Context manager that yields a temporary folder for an agent and removes it at the end.
 
-    Folders of agents that were killed are removed first. Raises OSError.
+    It first removes the folders that killed agents have left. Raises OSError.
     """
     for old_folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError, ClusterError):
@@ -89,9 +89,9 @@ def create_temporary_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Create a private folder if it does not exist, and lock it for this agent within the block.
+    """Context manager that locks ``folder`` for this agent, after creating it if it does not exist.
 
-    The agent removes files from the folder, so it must be an agent's own. Raises ClusterError if it
+    The agent removes files from the folder, so nothing else may use it. Raises ClusterError if it
     contains other files or another agent uses it, and OSError.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -126,12 +126,13 @@ GRACE_S = 3.0
 HELLO_S = 0.5
 """Seconds between two hellos."""
 POLL_S = 0.2
-"""Seconds that the agent waits for messages or ends of workers before its other work."""
+"""Maximum seconds that the agent waits for messages or worker exits before it does its periodic
+work."""
 TOKEN_BYTES = 256
-"""Maximum size of a probe's token."""
+"""Maximum size of a probe's token in bytes."""
 MAX_SILENCE_S = 60.0
-"""Upper limit of the times that a launcher's welcome and requests set: silence, heartbeats,
-grace."""
+"""Upper limit in seconds for the times that a launcher sets in its welcome and requests: silence,
+heartbeat interval, grace period."""
 PREPARED = (
     "workers.rollout_worker",
     "workers.generation_worker",
@@ -139,20 +140,21 @@ PREPARED = (
     "transformers.generation.utils",
     "transformers.modeling_utils",
 )
-"""Modules that most workers import at once, or when they load a tokenizer or a model."""
+"""Modules that most workers import when they start, or when they load a tokenizer or a model."""
 
 
 class HostDismissed(Exception):
-    """The launcher has removed this host for good."""
+    """Raised when the launcher has removed this host permanently."""
 
 
 class HostAgent:
     """Agent of the host ``name`` for the launcher at ``launcher`` (tcp://HOST:PORT).
 
-    key: key of this host. folder: the agent's own folder, for files of a run. wants: number of
-    workers of each kind that the host asks for. patience_s: seconds that the agent tries to reach
-    the launcher. linger_s: seconds that it waits for another run after one. prepare: keep a process
-    that has imported the modules that workers need, to fork workers from.
+    key: key of this host. folder: folder that only this agent uses, for the files of a run. wants:
+    number of workers of each kind that the host asks for. patience_s: seconds for which the agent
+    tries to reach the launcher. linger_s: seconds for which it waits for the next run after a run
+    has ended. prepare: whether to keep a process that has imported the workers' modules, and to
+    fork workers from it.
     """
 
     def __init__(
@@ -187,11 +189,11 @@ class HostAgent:
         self._log_starts: dict[str, tuple[Path, int]] = {}
 
     def run(self) -> None:
-        """Serve runs until there are no more.
+        """Serve one run after another until no new run begins.
 
-        Raises NetworkError or ProtocolError if the launcher refuses this host, NetworkError if it
-        is not reached for ``patience_s``, and ClusterError for a folder that is not the agent's
-        own.
+        Raises NetworkError or ProtocolError if the launcher refuses this host, NetworkError if the
+        launcher is not reached within ``patience_s``, and ClusterError if another agent uses the
+        folder or it contains other files.
         """
         with lock_folder(self._folder):
             self._run()
@@ -228,10 +230,11 @@ class HostAgent:
 
     def _register(self, limit_s: float, loss_reason: str) -> zmq.Socket[bytes] | None:
         """Register with the launcher; return the socket, or None if a run has ended and no other
-        began.
+        run began.
 
-        loss_reason: why the launcher was lost before; "" if it was not. Raises NetworkError after
-        ``limit_s`` seconds, and ProtocolError if the launcher refuses.
+        loss_reason: why the connection to the launcher was lost before this call; "" if it was not.
+        Raises NetworkError after ``limit_s`` seconds, and ProtocolError if the launcher refuses
+        this host.
         """
         began = process_clock.now()
         warned = False
@@ -277,10 +280,11 @@ class HostAgent:
     def _wait_for_welcome(
         self, socket: zmq.Socket[bytes], watch: HandshakeWatch, deadline: float
     ) -> bool:
-        """Send hellos until the launcher welcomes this host; return False after REACHED_WITHIN_S
-        without.
+        """Send hellos until the launcher welcomes this host; return False if no welcome arrives
+        within ``REACHED_WITHIN_S``.
 
-        The caller then opens a new connection. Raises NetworkError, ProtocolError, HostDismissed.
+        After False, the caller opens a new connection. Raises NetworkError, ProtocolError or
+        HostDismissed.
         """
         began = process_clock.now()
         last_hello = 0.0
@@ -315,14 +319,15 @@ class HostAgent:
     # ---- serving
 
     def _serve(self, socket: zmq.Socket[bytes]) -> str:
-        """Execute the launcher's requests. Returns "" when the run has ended, else why the launcher
-        is lost."""
+        """Execute the launcher's requests until the run ends or the launcher is lost. Return "" for
+        the end of the run, else why the launcher was lost."""
         self._local.watch(socket.FD)
         try:
             while True:
                 if (end := self._process_messages(socket)) is not None:
                     return end
-                # Checked here because all messages have been read, and the following may take long.
+                # Check the silence here: all messages have just been read, and the work below may
+                # take long.
                 if (silent := process_clock.now() - self._last_message) > min(
                     self._welcome.silent_s, MAX_SILENCE_S
                 ):
@@ -353,8 +358,8 @@ class HostAgent:
             self._last_ping = process_clock.now()
 
     def _process_messages(self, socket: zmq.Socket[bytes]) -> str | None:
-        """Process the messages that have arrived; return the result of ``_serve`` if it ends, else
-        None."""
+        """Process the messages that have arrived. Return the result of ``_serve`` if one of them
+        ends it, else None."""
         while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # pyright: ignore[reportOperatorIssue]
             try:
                 kind, message = self._receive(socket)
@@ -362,9 +367,9 @@ class HostAgent:
                 _log.warning("message of the launcher dropped: %s", error)
                 continue
             self._last_message = process_clock.now()
-            self._ping(socket)  # many pieces of files may follow each other without a pause
+            self._ping(socket)  # file pieces may arrive without a pause, and the loop may be long
             if kind == "over":
-                self._send(socket, "leave")  # the launcher waits for it
+                self._send(socket, "leave")  # the launcher waits for this message
                 return ""
             if kind == "again":
                 return "it had lost sight of this host"
@@ -439,10 +444,12 @@ class HostAgent:
             self._local.terminate(name)
         deadline = process_clock.now() + min(request.grace_s, MAX_SILENCE_S)
         while self._log_starts and (left := deadline - process_clock.now()) > 0:
-            # a silent host would count as lost, and would not learn of the end of the run
+            # Without heartbeats, the launcher would consider this host lost and not tell it that
+            # the run has ended.
             self._ping(socket)
             self._report(socket, self._local.wait(min(left, POLL_S)))
-            # otherwise its descriptor stays readable, and ``wait`` does not wait
+            # Reading EVENTS resets the socket's descriptor. Otherwise it stays readable, and
+            # ``wait`` returns at once.
             socket.getsockopt(zmq.EVENTS)
         ended = dict(self._log_starts)
         self._stop_all(0.0)
@@ -465,8 +472,8 @@ class HostAgent:
 
     @staticmethod
     def _answer_probe(probe: FolderProbeRequest) -> ProbeAnswer:
-        """Read the launcher's token and write the reversed text as proof of a shared folder; return
-        the answer."""
+        """Read the launcher's token and write it reversed to the probe's answer path, as proof that
+        the folder is shared. Return the answer message."""
         text = ""
         try:
             with Path(probe.token).open("rb") as file:
@@ -485,7 +492,7 @@ class HostAgent:
             self._kill_times.pop(event.name, None)
             self._log_starts.pop(event.name, None)
             tail = read_log_end(event.log, event.log_from, TAIL_BYTES)
-            if event.last_words and not find_fatal_line(tail):  # the disk of the log is full
+            if event.last_words and not find_fatal_line(tail):  # e.g. a full disk
                 last_words = f"\n{FATAL}{event.last_words}\n".encode()
                 tail = tail[len(last_words) - TAIL_BYTES :] + last_words
             _log.info("%s has ended: %s", event.name, event.reason)

@@ -1,9 +1,9 @@
-"""Keys of a cluster: those of its launcher, and a revocable key pair for each host.
+"""Keys of a cluster: the launcher's keys, and a revocable key pair for each host.
 
-The launcher's file stays on its machine. A host's file contains the public key of the launcher's
-control endpoint, by which the host authenticates the launcher, and a key pair by which the endpoint
-authenticates the host. It does not allow its owner to act as the launcher, as another host or as an
-operator.
+The launcher's key file stays on its machine. A host's key file contains the public key of the
+launcher's control endpoint, with which the host authenticates the launcher, and the host's key
+pair, with which the endpoint authenticates the host. With a host's key file nobody can impersonate
+the launcher, another host or an operator.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from realhf.transport.network import (
 )
 
 MAX_KEY_FILE_BYTES = 1 << 20
-"""Maximum size of a file of keys, enough for 4096 hosts."""
+"""Maximum size of a key file in bytes, enough for 4096 hosts."""
 KEYS_COMMAND = "python -m realhf.cluster keys {} --host NAME"
 """Command that makes a key for a host; for error messages."""
 
 
 @dataclass(frozen=True)
 class HostKey:
-    """Keys with which one host or operator connects."""
+    """Keys with which one host or operator connects to a control endpoint."""
 
     server_public: str = field(repr=False)
     """Public key of the control endpoint."""
@@ -46,15 +46,15 @@ class HostKey:
 
 @dataclass(frozen=True)
 class HostKeys:
-    """Content of a file of keys for one or several hosts."""
+    """Content of a key file for one or several hosts."""
 
     server_public: str = field(repr=False)
     """Public key of the control endpoint."""
     hosts: Mapping[str, CurvePair]
-    """Key pairs by name of the host."""
+    """Key pair of each host, by host name."""
 
     def key_of(self, name: str) -> HostKey:
-        """Return the keys of a host. Raises NetworkError if there are none."""
+        """Return the keys of the host ``name``. Raises NetworkError if the file has none for it."""
         if name not in self.hosts:
             names = ", ".join(sorted(self.hosts)) or "none"
             raise NetworkError(
@@ -64,13 +64,13 @@ class HostKeys:
         return HostKey(self.server_public, self.hosts[name])
 
     def text(self) -> str:
-        """Return the content of the file."""
+        """Return the keys as the text of a key file."""
         pairs = {name: asdict(pair) for name, pair in self.hosts.items()}
         return json.dumps({"server_public": self.server_public, "hosts": pairs})
 
     @staticmethod
     def read(path: Path) -> HostKeys:
-        """Read a file of keys; ``-`` is standard input. Raises NetworkError with the file and the
+        """Read a key file; ``-`` is standard input. Raises NetworkError that names the file and the
         problem."""
         fields = _read_fields(path, ("server_public", "hosts"), "of a host")
         try:
@@ -87,19 +87,19 @@ class HostKeys:
 
 @dataclass(frozen=True)
 class LauncherKeys:
-    """Content of the launcher's file of keys."""
+    """Content of the launcher's key file."""
 
     server: CurvePair
     """Key pair of the control endpoint."""
     operator: CurvePair
-    """Key pair of operators."""
+    """Key pair that all operators use."""
     hosts: Mapping[str, str] = field(default_factory=dict)
-    """Public keys of hosts by name."""
+    """Public key of each host, by host name."""
 
     @staticmethod
     def make() -> LauncherKeys:
-        """Generate the keys of a cluster without hosts. Raises NetworkError if ZeroMQ cannot
-        encrypt."""
+        """Generate the keys of a cluster that has no hosts yet. Raises NetworkError if ZeroMQ was
+        built without encryption."""
         return LauncherKeys(CurvePair.make(), CurvePair.make())
 
     @property
@@ -108,12 +108,12 @@ class LauncherKeys:
         return HostKey(self.server.public, self.operator)
 
     def text(self) -> str:
-        """Return the content of the file."""
+        """Return the keys as the text of a key file."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def read(path: Path) -> LauncherKeys:
-        """Read the launcher's file. Raises NetworkError with the file and the problem."""
+        """Read the launcher's key file. Raises NetworkError that names the file and the problem."""
         fields = _read_fields(path, ("server", "operator", "hosts"), "of a launcher")
         try:
             server = CurvePair(**fields["server"])
@@ -131,8 +131,8 @@ class LauncherKeys:
 
 
 def make_keys(path: Path) -> bool:
-    """Create the launcher's file if it does not exist; return whether it was created. Raises
-    OSError, NetworkError."""
+    """Create the launcher's key file if it does not exist; return whether it was created. Raises
+    OSError or NetworkError."""
     if path.exists():
         return False
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -144,10 +144,10 @@ def make_keys(path: Path) -> bool:
 
 
 def add_hosts(path: Path, names: Iterable[str]) -> HostKeys:
-    """Generate a key pair for each of these hosts, and write their public keys into the launcher's
-    file.
+    """Generate a key pair for each host in ``names``, add the public keys to the launcher's key
+    file at ``path``, and return the hosts' keys.
 
-    An earlier key of a host is replaced. Raises NetworkError or OSError.
+    If a host already has a key, it is replaced. Raises NetworkError or OSError.
     """
     with _lock_file(path):
         keys = LauncherKeys.read(path)
@@ -159,11 +159,11 @@ def add_hosts(path: Path, names: Iterable[str]) -> HostKeys:
 
 
 class KnownHosts:
-    """Keys that a control endpoint accepts: those in the launcher's file, and those generated for a
-    run.
+    """Keys that a control endpoint accepts: those in the launcher's key file, and those generated
+    for a run.
 
-    The file is read again when it changes. Without a file, all keys are generated, and ``file`` is
-    in memory. Raises NetworkError or OSError. Thread-safe.
+    The key file is read again whenever it changes. If ``file`` is None, all keys are generated and
+    the key file is kept in memory. Raises NetworkError or OSError. Thread-safe.
     """
 
     def __init__(self, file: Path | None) -> None:
@@ -192,10 +192,10 @@ class KnownHosts:
         self._names = {key: name for key, name in names.items() if key not in self._revoked}
 
     def name_of(self, key: str) -> str:
-        """Return the owner of a public key: a host's name, ``LAUNCHER`` for an operator, "" if it
-        is unknown.
+        """Return the owner of a public key: a host's name, ``LAUNCHER`` for an operator, or "" for
+        an unknown key.
 
-        If the file cannot be read at the moment, its previous content counts.
+        If the key file cannot be read, the keys of the last successful read are used.
         """
         with self._lock, contextlib.suppress(OSError, NetworkError):
             if not self._in_memory and (status := self._read_status()) != self._file_status:
@@ -205,16 +205,17 @@ class KnownHosts:
         return self._names.get(key, "")
 
     def accepts(self, key: str) -> bool:
-        """Return whether a new connection with this key is accepted: its owner is known and not
-        being removed."""
+        """Return whether to accept a new connection with this key, whose owner must be known and
+        not being removed."""
         return bool(self.name_of(key)) and key not in self._leaving
 
     def has_key(self, host: str) -> bool:
-        """Return whether a host has a key."""
+        """Return whether a host has a valid key."""
         return host in self._names.values()
 
     def generate(self, names: Iterable[str]) -> HostKeys:
-        """Generate keys for hosts on which the launcher starts agents, except removed hosts."""
+        """Generate and return keys for hosts on which the launcher starts agents. Hosts that were
+        removed or are being removed get none."""
         with self._lock:
             void = {*self._revoked, *self._leaving}
             pairs = {
@@ -225,7 +226,7 @@ class KnownHosts:
         return HostKeys(self.keys.server.public, pairs)
 
     def revoke(self, host: str) -> None:
-        """Revoke all keys of a host, also on its existing connection."""
+        """Revoke all keys of a host. Messages on its existing connection are refused as well."""
         with self._lock:
             self._revoked |= {key for key, name in self._names.items() if name == host}
             self._index_names()
@@ -233,9 +234,9 @@ class KnownHosts:
     def begin_removal(self, host: str) -> None:
         """Refuse new connections with the keys of a host, and remove it from the launcher's file.
 
-        Its existing connection stays valid until ``revoke``, so that it can report the end of its
-        workers. Raises OSError or NetworkError if the file cannot be changed; this launcher refuses
-        the keys in any case.
+        Its existing connection stays valid until ``revoke``, so that the host can report the exits
+        of its workers. Raises OSError or NetworkError if the file cannot be changed; even then this
+        launcher refuses the keys.
         """
         with self._lock:
             self._leaving |= {key: name for key, name in self._names.items() if name == host}
@@ -249,8 +250,8 @@ class KnownHosts:
 
 @contextlib.contextmanager
 def _lock_file(path: Path) -> Iterator[None]:
-    """Lock the file against other writers: an operator may add hosts while a launcher removes
-    one."""
+    """Context manager that locks a key file against other writers: an operator may add hosts while
+    a launcher removes one."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # the file system has no locks

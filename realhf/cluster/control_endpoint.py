@@ -1,9 +1,9 @@
-"""Control endpoint of a launcher for host agents and operators: a ROUTER socket on a thread of its
-own.
+"""Control endpoint of a launcher for host agents and operators: a ROUTER socket with its own
+thread.
 
-Hosts are identified by their keys. The thread answers heartbeats, so that a busy launcher does not
-look dead, and passes everything else to the thread that owns the scheduler. A host is lost after
-``dead_after_s`` seconds of silence.
+Hosts are identified by their keys. The endpoint's thread answers heartbeats itself, so that a busy
+launcher does not look dead, and passes everything else to the thread that runs the scheduler. A
+host counts as lost after ``dead_after_s`` seconds of silence.
 """
 
 from __future__ import annotations
@@ -41,26 +41,28 @@ _log = logging.getLogger(__name__)
 PING_S = 1.0
 """Interval of a host's heartbeats in seconds."""
 SILENT_PINGS = 3
-"""Number of missed heartbeats after which another agent of the same name may replace an agent."""
+"""Number of missed heartbeats after which a new agent with the same host name may replace an
+agent."""
 CHECK_S = 0.25
 """Interval of the check for silent hosts in seconds."""
 FAREWELL_TIMEOUT_S = 5.0
-"""Seconds that ``close`` waits for hosts to confirm the end. Others notice it by the silence."""
+"""Seconds that ``close`` waits for hosts to confirm the end of the run. Hosts that have not
+received the announcement notice the end by the launcher's silence."""
 SILENT_FACTOR = 1.25
-"""An agent considers the launcher dead after this many times ``dead_after_s``, so that the launcher
-decides first."""
+"""An agent considers the launcher dead after this factor times ``dead_after_s`` of silence. It is
+more than 1, so that the launcher is the first to give up."""
 OPERATOR = ("status", "add", "remove")
 """Kinds of messages that only operators may send."""
 
 
 @dataclass(frozen=True)
 class HostJoined:
-    """A host has registered."""
+    """Event: a host has registered."""
 
     hello: HostHello
     session: bytes
-    """Random number of its agent's registration, which differs for another agent of the same
-    name."""
+    """Random id of the agent's registration. Another agent with the same host name has another
+    id."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +73,16 @@ class _HostEvent:
 
 
 class HostRefused(_HostEvent):
-    """The registration of a host was refused."""
+    """Event: the registration of a host was refused."""
 
 
 class HostLost(_HostEvent):
-    """A host has left or is lost."""
+    """Event: a host has left or was lost."""
 
 
 @dataclass(frozen=True)
 class HostMessage:
-    """A message of a host."""
+    """Event: a registered host has sent a message."""
 
     name: str
     """Name of the host."""
@@ -88,18 +90,18 @@ class HostMessage:
 
 
 class InvalidMessage(_HostEvent):
-    """A host has sent a message that is invalid in this version."""
+    """Event: a host has sent a message that this version cannot decode."""
 
 
 @dataclass(frozen=True)
 class OperatorRequest:
-    """A request of an operator."""
+    """Event: an operator has sent a request."""
 
     kind: str
-    """Kind of the message: status, add or remove."""
+    """Kind of request: status, add or remove."""
     message: Message
     sender: tuple[bytes, bytes]
-    """Address for ``ControlEndpoint.answer``."""
+    """Where to send the answer; an argument of ``ControlEndpoint.answer``."""
 
 
 EndpointEvent = HostJoined | HostRefused | HostLost | HostMessage | InvalidMessage | OperatorRequest
@@ -117,11 +119,12 @@ class _Agent:
 
 
 class ControlEndpoint:
-    """Endpoint at ``bind`` (tcp://HOST:PORT; port 0: any) for the ``known`` hosts and operators.
+    """Control endpoint that listens at ``bind`` (tcp://HOST:PORT; port 0: any free port) and
+    accepts the ``known`` hosts and operators.
 
-    dead_after_s: seconds of silence after which a host is lost. refusal: returns why a host must
-    not join, "" if it may; called on the endpoint's thread. ``fileno`` becomes readable when
-    ``events`` has something. Raises AddressTaken or NetworkError.
+    dead_after_s: seconds of silence after which a host counts as lost. refusal: returns why a host
+    must not join, or "" if it may; it is called on the endpoint's thread. ``fileno`` becomes
+    readable when ``events`` has something to return. Raises AddressTaken or NetworkError.
     """
 
     def __init__(
@@ -164,11 +167,12 @@ class ControlEndpoint:
     # ---- for the owner's thread
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while ``events`` may have something."""
+        """Return a file descriptor that is readable while ``events`` may have something to
+        return."""
         return self._arrived.fileno()
 
     def events(self) -> list[EndpointEvent]:
-        """Return what has happened since the last call, in order."""
+        """Return the events since the last call, in order."""
         self._arrived.clear()
         events: list[EndpointEvent] = []
         with contextlib.suppress(queue.Empty):
@@ -179,8 +183,8 @@ class ControlEndpoint:
     def send(
         self, host: str, kind: str, message: Message | None = None, *, session: bytes = b""
     ) -> bool:
-        """Send to a host; return False if it is not connected, or by another agent than that of
-        ``session``."""
+        """Send a message to a host; return False if the host is not connected, or if ``session`` is
+        given and is not that of its current agent."""
         with self._lock:
             peer = self._hosts.get(host)
             if peer is None or (session and peer.session != session):
@@ -193,7 +197,7 @@ class ControlEndpoint:
         self._listener.send(sender[0], *pack_message("report", sender[1], message))
 
     def dismiss(self, host: str) -> None:
-        """Remove a host for good: end its agent and revoke its key."""
+        """Remove a host permanently: end its agent and revoke its key."""
         self.send(host, "leave")
         self._known.revoke(host)
         with self._lock:
@@ -202,8 +206,8 @@ class ControlEndpoint:
     def close(self) -> None:
         """Announce the end of the run to all hosts, wait for their confirmations, and release the
         port."""
-        # Closing a connection with unread data resets it, and the peer loses what was sent before.
-        # So messages are read until each host has confirmed.
+        # Closing a connection with unread data resets it, and the peer may lose messages that were
+        # sent before. So keep reading messages until each host has confirmed.
         with self._lock:
             self._waiting_for_leave = {peer.session for peer in self._hosts.values()}
             for peer in self._hosts.values():
@@ -250,7 +254,8 @@ class ControlEndpoint:
                     if not self._waiting_for_leave:
                         self._all_left.set()
             return
-        # Name of the sender: a host, an operator (``LAUNCHER``), or "" if its key was revoked.
+        # Name of the sender: a host, an operator (``LAUNCHER``), or "" if its key is unknown or
+        # revoked.
         key = self._listener.sender_key
         self._sender = self._known.name_of(key)
         if header.get("run") != CONTROL:
@@ -284,7 +289,8 @@ class ControlEndpoint:
             self._on_host_message(identity, session, kind, message)
 
     def _on_invalid_message(self, identity: bytes, session: bytes, kind: str, reason: str) -> None:
-        """Answer an invalid message that expects an answer, and report the host it came from."""
+        """Refuse an invalid request or hello, whose sender waits for an answer, and emit an event
+        if the sender is a registered host."""
         if kind in OPERATOR:
             self._post(
                 identity,
@@ -298,7 +304,8 @@ class ControlEndpoint:
             self._emit(InvalidMessage(name, reason))
 
     def _find_host(self, session: bytes) -> str | None:
-        """Return the host whose agent has this session. The lock must be held."""
+        """Return the name of the host whose agent has this session, or None. The caller must hold
+        the lock."""
         return next((name for name, host in self._hosts.items() if host.session == session), None)
 
     def _on_hello(self, identity: bytes, session: bytes, hello: HostHello) -> None:
@@ -324,7 +331,7 @@ class ControlEndpoint:
             return
         with self._lock:
             if self._closing:
-                return  # too late for the announcement of the end; the host retries, perhaps with the next endpoint
+                return  # hosts were already told that the run is over; this one retries
             known = self._hosts.get(hello.name)
             if known is not None and known.session == session:
                 return  # a repeated hello; the welcome was sent
@@ -334,7 +341,7 @@ class ControlEndpoint:
                         f"a host named {hello.name!r} takes part already; name this one with --name"
                     )
                     self._refuse(identity, session, text)
-                return  # the earlier agent may have been killed, and this one is its successor: wait
+                return  # the earlier agent may be dead: wait until it has missed enough heartbeats
             if known is not None:
                 self._emit(HostLost(hello.name, "its agent was restarted"))
             self._hosts[hello.name] = _Agent(identity, session, now)
@@ -353,7 +360,7 @@ class ControlEndpoint:
             if name is None or name != self._sender:
                 self._post(identity, pack_message("again", session))
                 return
-            # ZeroMQ reconnects by itself, under a new identity; messages in flight are lost.
+            # ZeroMQ reconnects automatically under a new identity, and messages in flight are lost.
             broken = self._hosts[name].identity != identity
             self._hosts[name].last_message_at = process_clock.now()
             if kind == "leave" or broken:

@@ -1,7 +1,8 @@
-"""Transfer of the files that a worker needs on a host: keys, plan, weights, the user's code.
+"""Transfer of the files that a worker needs to its host: keys, the plan, weights and the user's
+code.
 
-Files are sent in pieces into the agent's own folder. Paths in the plan and on the worker's command
-line are replaced by those of the host.
+Files are sent in pieces and stored in the agent's own folder. Paths in the plan and on the worker's
+command line are replaced by the paths on the host.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from realhf.cluster.placement import ClusterError
 PROBLEM_CHARACTERS = 500
 """Maximum length of an error text in a receipt."""
 CARRIED = "carried"
-"""Subfolder with paths that contain a digest of the content, so that existing files are not sent
-again."""
+"""Subfolder whose paths contain a digest of each file's content, so that files that the host
+already has are not sent again."""
 
 
 def store_piece(piece: FilePiece, folder: Path) -> FileReceipt:
-    """Write a piece of a file below ``folder``; return the receipt.
+    """Write a piece of a file, whose path is below ``folder``; return the receipt.
 
-    A file gets its name with its last piece. If a piece cannot be written, the pieces before it are
-    removed and those after it refused. Below ``CARRIED``, bytes that an earlier transfer left are
-    kept, and the receipt contains their number.
+    The file gets its final name when its last piece is written. If a piece cannot be written, the
+    earlier pieces are removed and the later ones are refused. Below ``CARRIED`` an interrupted
+    transfer is resumed: bytes of an earlier transfer are kept, and the receipt's size includes
+    them.
     """
     path = Path(piece.path)
     try:
@@ -54,10 +56,10 @@ def store_piece(piece: FilePiece, folder: Path) -> FileReceipt:
 
 
 class KeyFiles:
-    """Files of keys from a launcher, kept in memory of this process, with symbolic links in
-    ``folder``/keys.
+    """Key files from a launcher. They are stored in this process's memory, with symbolic links to
+    them in ``folder``/keys.
 
-    When the process ends, no key is left on the host.
+    So no key remains on the host after the process has ended.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,11 +67,11 @@ class KeyFiles:
         self._descriptors: dict[Path, int] = {}
 
     def is_key_file(self, piece: FilePiece) -> bool:
-        """Return whether a piece belongs to a file of keys."""
+        """Return whether a piece belongs to a key file."""
         return Path(piece.path).parent == self._folder
 
     def store(self, piece: FilePiece) -> FileReceipt:
-        """Store a file of keys, which has only one piece."""
+        """Store a key file, which must consist of one piece; return the receipt."""
         path = Path(piece.path)
         try:
             if piece.offset or not piece.last or path.name in ("", ".."):
@@ -86,7 +88,7 @@ class KeyFiles:
         return FileReceipt(piece.path, len(piece.data), "")
 
     def remove_all(self) -> None:
-        """Remove all keys, and the links that an earlier agent has left."""
+        """Remove all keys, and any links left by an earlier agent."""
         self._remove({*self._descriptors, *self._folder.glob("*")})
 
     def _remove(self, paths: Iterable[Path]) -> None:
@@ -97,9 +99,10 @@ class KeyFiles:
 
 
 def _append_piece(piece: FilePiece, partial: Path, *, resumable: bool) -> int:
-    """Append a piece, if ``resumable`` only its missing bytes; return the size of the file.
+    """Append a piece to the file ``partial``; return the file's size.
 
-    Raises OSError after removing the file.
+    If ``resumable``, the file may already contain bytes of the piece, and only the missing ones are
+    appended. On an error the file is removed and OSError raised.
     """
     if piece.offset == 0 and not resumable:
         partial.unlink(missing_ok=True)
@@ -121,30 +124,32 @@ def _append_piece(piece: FilePiece, partial: Path, *, resumable: bool) -> int:
 
 PLAN_FILE = "plan.json"
 KEY_FLAG = "--key-file"
-"""Flag of a worker for the file of keys."""
+"""Worker flag that names the key file."""
 _CODE = re.compile(r"(?P<file>/[^:]*\.py)(:\w+)?")
 
 
 @dataclass
 class FileTransfer:
-    """Files for one host."""
+    """Files to send to one host, and the mapping of the launcher's paths to paths on that host."""
 
     files: dict[Path, str] = field(default_factory=dict)
-    """Files to send: local path to the path on the host."""
+    """Files to send: {local path: path on the host}."""
     texts: dict[str, str] = field(default_factory=dict)
-    """Contents of files to create, by the path on the host."""
+    """Files to create from a string: {path on the host: content}."""
     paths: dict[str, str] = field(default_factory=dict)
-    """Paths of the launcher to those of the host; the longest match applies."""
+    """Path mapping {path on the launcher's machine: path on the host}, of which the longest
+    matching prefix applies."""
 
     def map_path(self, text: str) -> str:
-        """Return a path, or ``path:Name``, with the path of the host; other text unchanged."""
+        """Replace the path in ``text``, a path or ``path:Name``, by the path on the host. Return
+        any other string unchanged."""
         for here in sorted(self.paths, key=len, reverse=True):
             if text == here or text.startswith((f"{here}/", f"{here}:")):
                 return self.paths[here] + text[len(here) :]
         return text
 
     def map_paths_in(self, value: Any) -> Any:
-        """Apply ``map_path`` to all texts in a JSON value."""
+        """Return a JSON value with ``map_path`` applied to all its strings."""
         if isinstance(value, str):
             return self.map_path(value)
         if isinstance(value, dict):
@@ -152,7 +157,7 @@ class FileTransfer:
         return [self.map_paths_in(item) for item in value] if isinstance(value, list) else value
 
     def pieces(self) -> Iterator[FilePiece]:
-        """Yield everything in pieces. Raises OSError for a file that cannot be read."""
+        """Yield the pieces of all files. Raises OSError for a file that cannot be read."""
         for target, text in self.texts.items():
             yield FilePiece(target, 0, text.encode(), True)
         for source, target in self.files.items():
@@ -168,20 +173,22 @@ class FileTransfer:
 
 
 def find_key_file(argv: Sequence[str]) -> Path | None:
-    """Return the file of keys on a worker's command line; None without one."""
+    """Return the key file that a worker's command line names, or None."""
     return Path(argv[argv.index(KEY_FLAG) + 1]) if KEY_FLAG in argv[:-1] else None
 
 
 def read_plan(run_dir: Path) -> dict[str, Any]:
-    """Return the plan of a run as JSON. Raises OSError or ValueError if it cannot be read."""
+    """Return the parsed ``plan.json`` of a run. Raises OSError or ValueError if it cannot be
+    read."""
     return json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8"))
 
 
 def find_needed_paths(run_dir: Path) -> dict[str, str]:
-    """Return the existing paths in a plan that a worker needs, each with the option that names it.
+    """Return the existing paths in a run's plan that a worker needs, as {path: option that names
+    it}.
 
-    These are models and tokenizers, data files, and the user's code. Raises OSError or ValueError
-    if the plan cannot be read.
+    They are models, tokenizers, data files and the user's code. Raises OSError or ValueError if the
+    plan cannot be read.
     """
     plan = read_plan(run_dir)
     spec = plan["spec"]
@@ -201,8 +208,8 @@ def find_needed_paths(run_dir: Path) -> dict[str, str]:
 
 
 def _check_path(test: Callable[[Path], bool], text: str) -> bool:
-    """Apply ``test`` to a path. Return False for a text that cannot be a path, such as a prompt
-    that begins with a slash, and for a path without permission."""
+    """Return ``test`` of the path ``text``. Return False if the string cannot be a path, such as a
+    prompt that begins with a slash, or if the path must not be accessed."""
     try:
         return test(Path(text))
     except OSError:
@@ -210,8 +217,8 @@ def _check_path(test: Callable[[Path], bool], text: str) -> bool:
 
 
 def find_weights_problem(run_dir: Path, host: str, trainer: str, *, shared: bool) -> str:
-    """Return why a generation worker on ``host`` cannot receive weights from the host ``trainer``;
-    "" if it can.
+    """Return why a generation worker on ``host`` cannot receive weights from the trainer's host
+    ``trainer``; "" if it can.
 
     shared: whether ``host`` shares the run folder. Raises OSError or ValueError if the plan cannot
     be read.
@@ -250,11 +257,11 @@ def plan_transfer(
     limit_mb: float,
     host: str,
 ) -> FileTransfer:
-    """Return the files to send to a host, with targets in the agent's ``folder``.
+    """Return the files to send to a host, with target paths in the agent's ``folder``.
 
-    shared: the host shares the run folder, and needs only keys. same_paths: paths with the same content
-    on the host, which it uses in place. limit_mb: maximum size for each option, in MB. Raises
-    ClusterError beyond it.
+    shared: whether the host shares the run folder and so needs only keys. same_paths: paths that
+    have the same content on the host and are used in place. limit_mb: maximum total size in MB of
+    the files that one option names. Raises ClusterError if it is exceeded.
     """
     transfer = FileTransfer()
     if key_file is not None:
@@ -263,7 +270,8 @@ def plan_transfer(
     if shared:
         return transfer
     tag = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]
-    # Two names in one, of up to 255 bytes each, must not be longer than 255 bytes.
+    # The folder name is made of two names of up to 255 bytes each, and must itself fit into 255
+    # bytes.
     transfer.paths[str(run_dir)] = (
         f"{folder}/runs/{run_dir.parent.name[:30]}-{run_dir.name[:30]}-{tag}"
     )
@@ -271,8 +279,8 @@ def plan_transfer(
         if path in same_paths:
             continue
         source = Path(path)
-        # What has changed since the last run goes elsewhere: files that are gone here would stay
-        # there and be read.
+        # A folder that has changed since the last run gets another target. Otherwise files that
+        # were deleted here would remain on the host and be read.
         version = hashlib.sha256(f"{path}\0{fingerprint(source)}".encode()).hexdigest()[:12]
         target = f"{folder}/{CARRIED}/{version}/{source.name}"
         files = (
@@ -296,16 +304,17 @@ def plan_transfer(
 
 
 MAX_IN_FLIGHT = 32
-"""Maximum number of pieces in flight to a host, which are in the launcher's memory."""
+"""Maximum number of pieces in flight to a host; they occupy the launcher's memory."""
 RECEIPT_S = 60.0
-"""Seconds within which a live host must store a piece."""
+"""Seconds within which a host must confirm that it has stored a piece."""
 
 
 class TransferQueue:
-    """Queue of the files for one host and the workers that need them, in order.
+    """Ordered queue of the files for one host and of the workers to start once their files are
+    stored.
 
-    send: (kind, message) -> None sends a message to the host's agent. No method blocks; call
-    ``advance`` repeatedly. If the host cannot store a file, none of the queued workers is started.
+    send: (kind, message) -> None sends a message to the host's agent. No method blocks; ``advance``
+    must be called repeatedly. If the host cannot store a file, no queued worker is started.
     """
 
     def __init__(self, send: Callable[[str, Message], object]) -> None:
@@ -316,14 +325,15 @@ class TransferQueue:
         self._last_progress = 0.0
         self._stored_bytes: dict[str, int] = {}
         self.sent_paths: set[str] = set()
-        """Paths on the host of files that were sent or are queued."""
+        """Paths on the host of the files that were sent or are queued."""
 
     def add(self, pieces: Iterator[FilePiece], start: StartWorker) -> None:
-        """Queue pieces of files, and a worker to start after them."""
+        """Queue file pieces, and a worker to start once they are stored."""
         self._queue.append((pieces, start))
 
     def on_receipt(self, receipt: FileReceipt) -> None:
-        """Process the receipt of a piece; the first problem is kept."""
+        """Process the receipt of a piece. The first problem that a receipt reports is
+        remembered."""
         self._in_flight = max(0, self._in_flight - 1)
         self._last_progress = process_clock.now()
         self._stored_bytes[receipt.path] = receipt.size
@@ -331,8 +341,8 @@ class TransferQueue:
             self._problem = f"cannot keep {receipt.path}: {receipt.problem} (--folder of its agent)"
 
     def advance(self) -> list[tuple[str, str]]:
-        """Send the pieces and start the workers that are due; return (worker, reason) for those
-        that cannot start."""
+        """Send pieces and start workers as far as possible now. Return (worker, reason) for each
+        worker that cannot start."""
         late = self._in_flight > 0 and process_clock.now() - self._last_progress > RECEIPT_S
         if late:
             self._in_flight = 0
@@ -352,7 +362,7 @@ class TransferQueue:
                 self.sent_paths.add(piece.path)
                 self._send("file", piece)
             elif self._in_flight:
-                break  # the worker starts when everything before it has been stored
+                break  # the worker starts once all pieces before it are stored
             else:
                 self._queue.popleft()
                 self._send("start", start)
@@ -364,10 +374,9 @@ class TransferQueue:
         return failed
 
     def _next_piece(self, pieces: Iterator[FilePiece]) -> FilePiece | None:
-        """Return the next piece that the host does not have, but the last piece of a file in any
-        case; None at the end.
+        """Return the next piece that the host still needs; None at the end.
 
-        The last piece gives the file its name.
+        The last piece of a file is always sent, because it gives the file its final name.
         """
         for piece in pieces:
             if piece.last or piece.offset + len(piece.data) > self._stored_bytes.get(piece.path, 0):
@@ -375,7 +384,7 @@ class TransferQueue:
         return None
 
     def withdraw(self) -> list[str]:
-        """Drop the queue; return the names of its workers, which are not started."""
+        """Empty the queue; return the names of the workers in it, which will not be started."""
         names = [start.name for _, start in self._queue]
         self._queue.clear()
         return names

@@ -20,7 +20,7 @@ from realhf.cluster.placement import LAUNCHER, USES_GPU, CandidateHost, kind_of
 from realhf.scheduler.base import WorkerSpec
 
 CLOCK_TOLERANCE_S = 5.0
-"""Difference of clocks from which a warning is given, in seconds."""
+"""Clock difference in seconds above which a host gets a warning."""
 _SHARES = {
     None: "fileroot not looked at",
     True: "shares fileroot",
@@ -31,75 +31,77 @@ PROBE_S = 10.0
 
 
 BACKOFF_S = 15.0
-"""Seconds that a host gets no workers after failures; doubled each time, ..."""
+"""Seconds of a host's first pause, in which it gets no workers. Each further pause is twice as
+long, ..."""
 MAX_BACKOFF_S = 600.0
-"""... up to this."""
+"""... up to this number of seconds."""
 QUICK_FAILURE_S = 10.0
-"""A worker that fails within this time may have failed because of its host, ..."""
+"""A worker failure within this time in seconds after the start may be the host's fault. ..."""
 QUICK_FAILURES = 2
-"""... and this many failures in a row are attributed to it."""
+"""After this many such failures in a row the host is paused."""
 
 
 @dataclass
 class HostBackoff:
-    """Failures on a host since a worker last ran there for ``QUICK_FAILURE_S``, and the pause that follows
-    them."""
+    """Failures on a host, and the pause without workers that follows them. The count starts anew
+    when a worker has run on the host for ``QUICK_FAILURE_S``."""
 
     failures: int = 0
     """Failures in a row."""
     pauses: int = 0
     """Number of pauses so far."""
     until: float = 0.0
-    """End of the pause (process_clock.now)."""
+    """End of the last pause (process_clock.now)."""
     reason: str = ""
-    """Reason of the last failure."""
+    """Worker that failed last, and why."""
 
     @property
     def remaining_s(self) -> float:
-        """Seconds until the host gets workers again; 0 if it does now."""
+        """Seconds until the host gets workers again; 0 if it is not paused."""
         return max(0.0, self.until - process_clock.now())
 
 
 @dataclass
 class RunningWorker:
-    """A running worker."""
+    """A running worker: where it runs and since when."""
 
     spec: WorkerSpec
-    """As the launcher gave it, with paths of the launcher's machine."""
+    """The worker's specification, with paths on the launcher's machine."""
     host: str
     since: float
     """Time of its start (process_clock.now)."""
     gpu: int | None = None
-    """Number of its GPU on the host; None without one, or if it sees all of them."""
+    """Index of its GPU on the host; None if it uses no GPU or sees all of them."""
 
 
 @dataclass
 class JoinedHost:
-    """A joined host."""
+    """State of a joined host."""
 
     hello: HostHello
     transfers: TransferQueue
-    """Files to send to it, and the workers that need them."""
+    """Files to send to the host, and the workers that need them."""
     shared: bool | None = None
-    """Whether it shares the run folder; None before it was probed."""
+    """Whether the host shares the run folder; None if it has not been probed yet."""
     same_paths: set[str] = field(default_factory=set)
-    """Paths that have the same content on it as on the launcher's machine."""
+    """Paths that have the same content on the host as on the launcher's machine."""
     since: float = field(default_factory=process_clock.now)
-    """Time of its registration (process_clock.now)."""
+    """Time of registration (process_clock.now)."""
     leave_by: float = math.inf
-    """If an operator removes it: when it is dropped at the latest (process_clock.now)."""
+    """Latest time at which the host is dropped, if an operator is removing it (process_clock.now);
+    else infinity."""
     sends_invalid: bool = False
-    """Whether its agent has sent invalid messages."""
+    """Whether the host's agent has sent an invalid message."""
 
     @property
     def leaving(self) -> bool:
-        """Whether an operator is removing it."""
+        """Whether an operator is removing the host."""
         return self.leave_by != math.inf
 
 
 class HostTable:
-    """Hosts and workers by name, and recent failures of hosts (``backoffs``), which outlast a
-    restart of the run."""
+    """Joined hosts and running workers by name, and recent failures by host. ``backoffs`` is kept
+    by the caller, so that failures survive a restart of the run."""
 
     def __init__(self, backoffs: dict[str, HostBackoff] | None = None) -> None:
         self.hosts: dict[str, JoinedHost] = {}
@@ -113,8 +115,8 @@ class HostTable:
     def candidates(self) -> list[CandidateHost]:
         """Return the hosts that may get workers, the launcher's machine first.
 
-        Hosts of one machine share its GPUs, such as the launcher and the agent on the first node of
-        a batch job.
+        Hosts on the same machine share its GPUs, for example the launcher and the agent on the
+        first node of a batch job.
         """
         gpus: dict[str, Sequence[str]] = {LAUNCHER: own_gpus()}
         gpus |= {name: host.hello.gpus for name, host in sorted(self.hosts.items())}
@@ -155,9 +157,9 @@ class HostTable:
         return candidates
 
     def _gpus_by_worker(self, host: str, gpus: Sequence[str]) -> Mapping[str, int | None]:
-        """Return the GPU of each worker of a host.
+        """Return the GPU index of each worker on a host; None for a worker without a GPU.
 
-        A worker that computes and sees all GPUs uses the first one, as torch does.
+        A worker that uses a GPU and sees all of them uses the first one, as torch does.
         """
 
         def gpu_of(name: str, worker: RunningWorker) -> int | None:
@@ -169,8 +171,8 @@ class HostTable:
     def note_failure(self, worker: RunningWorker, reason: str, *, is_host_fault: bool) -> str:
         """Record the failure of a worker, and pause its host if the host is the likely cause.
 
-        is_host_fault: the host is known to be the cause. Returns a notice for the user if the host is
-        paused, else "".
+        is_host_fault: whether the host is known to be the cause. Returns a notice for the user if
+        the host is now paused, else "".
         """
         host = worker.host
         if not is_host_fault and process_clock.now() - worker.since >= QUICK_FAILURE_S:
@@ -187,7 +189,7 @@ class HostTable:
         return f"host {host} gets no workers for {backoff_s:g} s: {backoff.reason}"
 
     def backoff_s(self, host: str) -> float:
-        """Return the seconds for which a host gets no workers."""
+        """Return the remaining seconds of a host's pause; 0 if it is not paused."""
         backoff = self.backoffs.get(host)
         return backoff.remaining_s if backoff is not None else 0.0
 
@@ -200,7 +202,8 @@ class HostTable:
         return removed
 
     def lines(self, endpoint: str) -> Iterator[str]:
-        """Yield a line of text for each host and worker."""
+        """Yield the status report: a line for the launcher at ``endpoint``, and one for each host
+        and worker."""
         yield f"launcher at {endpoint}: {len(self.hosts)} hosts, {len(self.workers)} workers"
         rows = {LAUNCHER: ""} | {
             name: f"  {host.hello.address}  {host.hello.cores} cores  {host.hello.memory_gib:.0f} "
@@ -223,7 +226,7 @@ class HostTable:
 
 
 def list_warnings(hello: HostHello) -> Iterator[str]:
-    """Yield warnings about a host that has joined."""
+    """Yield warnings about a host that has joined, such as a wrong clock."""
     offset_s = hello.clock - time.time()
     if abs(offset_s) > CLOCK_TOLERANCE_S:
         yield (
@@ -234,10 +237,10 @@ def list_warnings(hello: HostHello) -> Iterator[str]:
 
 
 class FolderProbe:
-    """Probe whether a host shares ``folder``: it must read a token there, and write an answer next
-    to it.
+    """Probe of whether a host shares ``folder``. The host must read a token file in the folder and
+    write an answer file next to it.
 
-    paths: fingerprints of other files by path, which are compared with the host's.
+    paths: {path: fingerprint} of other files, to compare with the host's fingerprints.
     """
 
     def __init__(self, folder: Path, paths: Mapping[str, str]) -> None:
@@ -250,11 +253,12 @@ class FolderProbe:
         self._token.write_text(self._text, encoding="ascii")
 
     def build_probe(self, number: int) -> FolderProbeRequest:
-        """Return the message for a host."""
+        """Return the probe request number ``number``, to send to a host."""
         return FolderProbeRequest(number, str(self._token), str(self._answer), [*self._prints])
 
     def apply_answer(self, host: JoinedHost, answer: ProbeAnswer) -> None:
-        """Record what the host shares, and remove its answer."""
+        """Set ``host.shared`` and ``host.same_paths`` from a host's answer, and remove its answer
+        file."""
         try:
             written = self._answer.read_text(encoding="ascii")
         except (OSError, ValueError):
@@ -265,6 +269,6 @@ class FolderProbe:
         host.same_paths = {path for (path, own), theirs in prints if own and own == theirs}
 
     def close(self) -> None:
-        """Remove the token and its answer."""
+        """Remove the token file and the answer file."""
         for path in (self._token, self._answer):
             path.unlink(missing_ok=True)

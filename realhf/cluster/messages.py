@@ -1,7 +1,8 @@
 """Messages between host agents, operators and the control endpoint of a launcher.
 
-A message is a header of the control protocol, whose ``kind`` determines the ``Message`` of the
-payload frame. Size, types and lengths of everything that arrives are checked before it is used.
+A message has a header and a payload frame. The header's ``kind`` determines the ``Message``
+subclass of the payload. The size, types and lengths of a received message are checked before it is
+used.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from realhf.transport.envelope import pack_header, pack_payload, unpack_payload
 from realhf.transport.errors import ProtocolError
 
 CONTROL = "control"
-"""Header field ``run`` of these messages, in place of the id of a run."""
+"""Value of the header field ``run`` in these messages, where other messages have a run id."""
 TAIL_BYTES = 64 << 10
-"""Maximum size of the end of a worker's log that is sent with its exit."""
+"""Maximum size in bytes of the log tail that is sent with a worker's exit."""
 PIECE_BYTES = 128 << 10
-"""Size of the pieces of a file. Each piece counts as a heartbeat, so it must be small enough for a
-slow link."""
+"""Size of a file piece in bytes. Each piece counts as a heartbeat, so it must be small enough to
+arrive in time over a slow link."""
 LINE_CHARACTERS = 1 << 20
-"""Length to which a line of a worker's output is cut."""
+"""Length in characters to which a line of a worker's output is truncated."""
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")]
 WorkerName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}(/[A-Za-z0-9_.-]{1,64})?\Z")]
@@ -38,14 +39,14 @@ class HostHello(Message, frozen=True):
 
     name: Name
     cores: Annotated[int, Meta(ge=1, le=1 << 16)]
-    """Cores that its workers may use."""
+    """CPU cores that the host's workers may use."""
     memory_gib: Annotated[float, Meta(ge=0, le=1 << 20)]
     gpus: Annotated[list[Annotated[str, Meta(max_length=160)]], Meta(max_length=64)]
-    """GPUs by names that are unique among all machines (``own_gpus``)."""
+    """Names of the GPUs, which are unique among all machines (``own_gpus``)."""
     address: Annotated[str, Meta(pattern=r"^[0-9A-Za-z.:_-]{1,64}\Z")]
-    """Address from which it reaches the launcher."""
+    """Address from which the host reaches the launcher."""
     machine: Annotated[str, Meta(max_length=200)]
-    """Identity of the machine (``host_token``)."""
+    """Unique id of the machine (``host_token``)."""
     clock: float
     """Time on the host, in seconds since the epoch."""
     folder: Annotated[str, Meta(max_length=4096, pattern="^/")]
@@ -53,7 +54,8 @@ class HostHello(Message, frozen=True):
     wants: Annotated[dict[Name, Count], Meta(max_length=8)]
     """Number of workers of each kind that the host asks for."""
     made_of: Annotated[dict[Name, Annotated[str, Meta(max_length=80)]], Meta(max_length=32)]
-    """Digest of the package's files and versions of packages (``own_host.installed_versions``)."""
+    """Digest of this package's files, and the versions of Python and other packages
+    (``own_host.installed_versions``)."""
 
 
 class Welcome(Message, frozen=True):
@@ -62,7 +64,7 @@ class Welcome(Message, frozen=True):
     ping_s: float
     """Interval of the heartbeats that the launcher expects, in seconds."""
     silent_s: float
-    """Seconds of silence after which the agent must consider the launcher dead."""
+    """Seconds of silence after which the agent must consider the launcher lost."""
 
 
 class HelloRefusal(Message, frozen=True):
@@ -72,7 +74,7 @@ class HelloRefusal(Message, frozen=True):
 
 
 class NoContent(Message, frozen=True):
-    """Message without content.
+    """Message without a payload.
 
     Kinds: ``ping`` and ``pong``; ``again``: register again; ``over``: the run has ended; ``leave``:
     the host leaves; ``status``: an operator's request for the state.
@@ -80,33 +82,33 @@ class NoContent(Message, frozen=True):
 
 
 class FolderProbeRequest(Message, frozen=True):
-    """Question whether a host shares the run folder, and which files it has."""
+    """Request to a host to show whether it shares the run folder and which files it has."""
 
     number: int
     token: Text
-    """Path of a file with a secret text, which the host reads."""
+    """Path of the token file, which contains a secret string for the host to read."""
     answer: Text
-    """Path to which the host writes the text reversed."""
+    """Path of the answer file, into which the host writes the reversed string."""
     paths: Annotated[list[Text], Meta(max_length=256)]
-    """Paths whose fingerprints are wanted."""
+    """Paths for which the host reports fingerprints."""
 
 
 class ProbeAnswer(Message, frozen=True):
-    """Answer to a probe."""
+    """A host's answer to ``FolderProbeRequest``."""
 
     number: int
     """Number of the probe."""
     token: Text
-    """Text of the token's file; "" if it cannot be read."""
+    """Content of the token file; "" if it cannot be read."""
     prints: Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=256)]
-    """Fingerprint of each path; "" if it does not exist."""
+    """Fingerprint of each requested path; "" if the path does not exist."""
 
 
 class FilePiece(Message, frozen=True):
     """Piece of a file that a worker needs."""
 
     path: Text
-    """Target in the agent's own folder."""
+    """Target path in the agent's folder."""
     offset: Annotated[int, Meta(ge=0)]
     data: bytes
     last: bool
@@ -114,18 +116,17 @@ class FilePiece(Message, frozen=True):
 
 
 class FileReceipt(Message, frozen=True):
-    """Answer to each piece of a file."""
+    """A host's answer to a ``FilePiece``."""
 
     path: Text
     size: Annotated[int, Meta(ge=0)]
-    """Bytes of the file that the host has now."""
+    """Number of bytes of the file that the host has now."""
     problem: Annotated[str, Meta(max_length=500)]
-    """Why the host cannot store it; "" if it can."""
+    """Why the host cannot store the file; "" if it can."""
 
 
 class StartWorker(Message, frozen=True):
-    """Request to start a process. The fields are those of ``WorkerSpec``, with paths of the
-    host."""
+    """Request to start a worker. The fields are those of ``WorkerSpec``, with paths on the host."""
 
     name: WorkerName
     module: Text
@@ -142,7 +143,7 @@ class EndWorker(Message, frozen=True):
     name: Annotated[str, Meta(max_length=129)]
     """Name of the worker; "" for all."""
     grace_s: Annotated[float, Meta(ge=0, le=600)]
-    """Seconds after which they are killed."""
+    """Seconds after which workers that still run are killed."""
 
 
 class KillWorker(Message, frozen=True):
@@ -169,13 +170,13 @@ class Exited(Message, frozen=True):
     name: WorkerName
     exit_code: Annotated[int, Meta(ge=-255, le=255)]
     log: Text
-    """Path of its log on the host."""
+    """Path of the worker's log on the host."""
     log_from: Annotated[int, Meta(ge=0)]
-    """Offset in the log at which the worker began, in bytes."""
+    """Offset in bytes at which this worker's output begins in the log."""
     tail: Annotated[bytes, Meta(max_length=TAIL_BYTES)]
     """End of the log."""
     cause: Text = ""
-    """Cause of the end, if the agent knows more than the exit code."""
+    """Why the worker ended, if the agent knows more than the exit code."""
 
 
 class NotStarted(Message, frozen=True):
@@ -186,7 +187,7 @@ class NotStarted(Message, frozen=True):
 
 
 class Ended(Message, frozen=True):
-    """Report that no process of the run is left on the host."""
+    """Report that all processes of the run on the host have ended."""
 
 
 class OperatorOrder(Message, frozen=True):
@@ -199,11 +200,12 @@ class OperatorOrder(Message, frozen=True):
     count: Count
     """Number of the workers to add."""
     new_keys: bool = False
-    """Restart the run without the removed host, with keys that it does not know."""
+    """Whether to restart the run without the removed host and with new keys, which that host does
+    not know."""
 
 
 class OperatorReport(Message, frozen=True):
-    """Answer to an operator: lines to print."""
+    """Answer to an operator's request: lines to print."""
 
     lines: Annotated[list[Text], Meta(max_length=1 << 14)]
     failed: bool = False
@@ -258,8 +260,8 @@ def pack_message(
 def unpack_message(
     kind: str, payload: Sequence[Any], known: Mapping[str, type[Message]]
 ) -> Message:
-    """Decode a payload. Raises ProtocolError for a kind that is not in ``known``, and for a
-    malformed payload."""
+    """Decode the payload of a message of ``kind``. Raises ProtocolError if ``kind`` is not in
+    ``known`` or the payload is malformed."""
     form = known.get(kind)
     if form is None:
         raise ProtocolError(f"unknown message kind {kind!r:.40}")

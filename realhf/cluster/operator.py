@@ -1,5 +1,5 @@
-"""Operators' requests to the launcher of a running job (status, add workers, remove a host), and
-their answers."""
+"""Operator requests to the launcher of a running job: show its status, add workers, remove a
+host."""
 
 from __future__ import annotations
 
@@ -36,17 +36,18 @@ from realhf.transport.sockets import (
 )
 
 ANSWER_S = 30.0
-"""Timeout of a request in seconds."""
+"""Seconds within which the launcher must answer a request."""
 POLL_MS = 100
 
 
 def ask_launcher(
     launcher: str, key_file: Path, kind: str, message: Message | None = None
 ) -> OperatorReport:
-    """Send a request to the launcher at ``launcher`` (tcp://HOST:PORT); return its answer.
+    """Send a request of ``kind`` to the launcher at ``launcher`` (tcp://HOST:PORT); return its
+    answer.
 
-    key_file: the launcher's own file of keys. Raises NetworkError if the launcher is not reached or
-    refuses the keys, and ProtocolError if it does not answer within ``ANSWER_S``.
+    key_file: the launcher's key file. Raises NetworkError if the launcher is not reached or refuses
+    the keys, and ProtocolError if it does not answer within ``ANSWER_S``.
     """
     parse_host(launcher)
     key = LauncherKeys.read(key_file.expanduser()).operator_key
@@ -81,9 +82,9 @@ def ask_launcher(
 GRACE_S = 4.0
 """Seconds between SIGTERM and SIGKILL for the workers of a removed host."""
 REMOVAL_TIMEOUT_S = 12.0
-"""Seconds within which a removed host must report the end of its workers."""
+"""Seconds within which a removed host must report the exits of its workers."""
 REMOVED = -15
-"""Exit code of a worker that did not begin."""
+"""Exit code that is reported for a worker of a removed host that never started."""
 
 
 def serve_operator(
@@ -95,9 +96,9 @@ def serve_operator(
     running: bool,
     elastic: bool,
 ) -> list[WorkerEvent]:
-    """Answer one request; return its events for the run.
+    """Execute and answer an operator's request; return the worker events that it causes.
 
-    running: whether there is a run. elastic: whether workers can join it.
+    running: whether a run is in progress. elastic: whether workers can join and leave that run.
     """
     events: list[WorkerEvent] = []
     if request.kind == "status" or not isinstance(request.message, OperatorOrder):
@@ -148,9 +149,11 @@ def _refusal_reason(
 def _remove_host(
     order: OperatorOrder, control: ControlEndpoint, table: HostTable, known: KnownHosts
 ) -> tuple[OperatorReport, list[WorkerEvent]]:
-    """Remove a host: revoke its key, end its workers, and do not start those that wait for files.
+    """Remove a host: revoke its key, end its workers, and cancel those that still wait for files.
+    Return the answer for the operator and the resulting events.
 
-    With ``new_keys`` the host is removed at once, and the run restarts.
+    With ``new_keys`` the host is removed at once, without waiting for its workers, and the run
+    restarts.
     """
     host = order.host
     lines: list[str] = []

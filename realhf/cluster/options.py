@@ -1,4 +1,4 @@
-"""Options of schedulers that use joined hosts."""
+"""Options of the schedulers that use joined hosts."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ class EngineOptions(ClusterOptions):
 
 
 def placement_problems(options: ClusterOptions, workers: Sequence[str]) -> Iterator[str]:
-    """Yield an error for each entry of ``placement`` that matches no worker of the run, nor the
-    kind of one."""
+    """Yield an error for each entry of ``placement`` that matches neither the name nor the kind of
+    any worker in ``workers``."""
     kinds = sorted({kind_of(name) for name in workers})
     for pattern in options.placement:
         if kind_of(pattern) not in kinds and not any(
@@ -122,8 +122,8 @@ def placement_problems(options: ClusterOptions, workers: Sequence[str]) -> Itera
 
 
 def elsewhere(options: ClusterOptions, name: str) -> bool:
-    """Return whether a worker will run on a joined host: by ``placement``, or for generation if one
-    is expected."""
+    """Return whether the worker ``name`` will run on a joined host: because of ``placement``, or
+    because it is a generation worker and hosts are expected to join."""
     if host := find_placed_host(name, options.placement):
         return host != LAUNCHER
     return kind_of(name) == "generation" and bool(options.hosts or options.min_hosts)

@@ -1,4 +1,4 @@
-"""Description of the own host: name, GPUs, installed versions, and fingerprints of files."""
+"""Description of this host: its name, GPUs, installed versions and file fingerprints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from realhf.transport.network import (
 
 
 def host_name() -> str:
-    """Return the host's name, reduced to the characters that file names and options allow."""
+    """Return this host's name with only the characters that file names and options allow."""
     return (
         re.sub(r"[^A-Za-z0-9_.-]", "-", os.uname().nodename.partition(".")[0]).strip("-._")[:63]
         or "host"
@@ -36,10 +36,9 @@ def host_name() -> str:
 
 
 def own_gpus() -> tuple[str, ...]:
-    """Return the GPUs that this process sees, in its order.
+    """Return the names of the GPUs that this process sees, in the order in which it sees them.
 
-    The names are equal for all processes of this machine, and different from those of other
-    machines.
+    All processes on this machine use the same names, and no other machine does.
     """
     try:
         machine = boot_id()
@@ -50,8 +49,8 @@ def own_gpus() -> tuple[str, ...]:
 
 @cache
 def installed_versions() -> dict[str, str]:
-    """Return a digest of the package's own files, and the versions of Python and of packages that
-    affect results."""
+    """Return the versions of Python and of ``RECORDED_PACKAGES`` by name, and a digest of this
+    package's files as ``source``."""
     source = digest_folders(IMPORT_ROOT, ("realhf", "workers", "experiments", "configs"))
     versions = {
         name: version for name, version in package_versions(RECORDED_PACKAGES).items() if version
@@ -60,10 +59,11 @@ def installed_versions() -> dict[str, str]:
 
 
 def describe_differences(theirs: Mapping[str, str]) -> str:
-    """Describe how a host's ``installed_versions`` differ from those here; "" if they do not.
+    """Describe how another host's ``installed_versions`` differ from this host's; "" if they do
+    not.
 
-    Only the package's files and the packages in ``MATCHING_PACKAGES`` count, without the build part of a version
-    (+cpu).
+    Only the package's files and ``MATCHING_PACKAGES`` are compared, without the build part of a
+    version (such as ``+cpu``).
     """
     here = installed_versions()
     different = [
@@ -75,9 +75,10 @@ def describe_differences(theirs: Mapping[str, str]) -> str:
 
 
 def describe_host(name: str, launcher: str, folder: Path, wants: Mapping[str, int]) -> HostHello:
-    """Return the registration of this host at the endpoint ``launcher`` (tcp://HOST:PORT).
+    """Return the message that registers this host with the launcher at ``launcher``
+    (tcp://HOST:PORT).
 
-    Raises NetworkError without a route to it.
+    Raises NetworkError if there is no route to the launcher.
     """
     import psutil
 
@@ -108,21 +109,23 @@ LABELS = {"source": "the package's files with the digest"}
 
 
 WHOLE_BYTES = 64 << 20
-"""Size up to which all of a file is digested."""
+"""Size in bytes up to which a file is digested completely."""
 PART_BYTES = 8 << 20
-"""The same for each file in a folder."""
+"""Size in bytes up to which a file in a folder is digested completely."""
 SAMPLES = 64
-"""Number of pieces that are digested of a larger file."""
+"""Number of pieces of a larger file that are digested."""
 SAMPLE_BYTES = 1 << 16
-"""Size of such a piece."""
+"""Size of such a piece in bytes."""
 
 
 def fingerprint(path: Path) -> str:
-    """Return a digest by which two hosts compare a path; "" if the path does not exist.
+    """Return a digest of a file or folder, with which two hosts compare a path; "" if the path does
+    not exist.
 
-    Covers the content of a file, or names and contents of the files in a folder. Of a file larger
-    than ``WHOLE_BYTES``, in a folder ``PART_BYTES``, it covers the size and ``SAMPLES`` pieces: the
-    agent must send heartbeats, and files may be as large as a disk.
+    The digest covers the content of a file, or the names and contents of all files in a folder. Of
+    a file larger than ``WHOLE_BYTES`` (in a folder: ``PART_BYTES``) it covers only the size and
+    ``SAMPLES`` pieces, because files may be huge, and the agent cannot send heartbeats while it
+    reads.
     """
     digest = hashlib.sha256()
     try:
@@ -141,7 +144,8 @@ def fingerprint(path: Path) -> str:
 
 
 def _digest_file(path: Path, whole_bytes: int) -> str:
-    """Return a digest of a whole file, or, above ``whole_bytes``, of its size and pieces of it."""
+    """Return a digest of a file's content or, if it is larger than ``whole_bytes``, of its size and
+    ``SAMPLES`` pieces."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)

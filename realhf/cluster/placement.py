@@ -1,4 +1,4 @@
-"""Placement of workers on hosts, as pure functions."""
+"""Pure functions that choose the host and the GPU of each worker."""
 
 from __future__ import annotations
 
@@ -8,48 +8,49 @@ from fnmatch import fnmatchcase
 
 
 class ClusterError(OSError):
-    """Workers that cannot be started on the available hosts; the message names host and option."""
+    """Raised when workers cannot be started on the available hosts. The message names the host and
+    the option to change."""
 
 
 LAUNCHER = "launcher"
-"""Name of the launcher's own machine among the hosts."""
+"""Host name that stands for the launcher's own machine."""
 USES_GPU = ("model_worker", "generation")
-"""Kinds of workers that use a GPU where there is one."""
+"""Kinds of workers that use a GPU if the host has one."""
 PACKED = ("model_worker",)
-"""Kinds whose workers compute together and therefore share a host."""
+"""Kinds whose workers compute together and therefore must run on the same host."""
 
 
 @dataclass(frozen=True)
 class CandidateHost:
-    """A host with its resources and their use. Several hosts may be on one machine and see the same
-    GPUs."""
+    """A host's resources and their current use. Several hosts may be on one machine and see the
+    same GPUs."""
 
     name: str
     cores: int
     gpus: int
     """Number of GPUs."""
     shared: bool
-    """Whether it shares the run folder."""
+    """Whether the host shares the run folder."""
     workers: Mapping[str, int | None]
-    """Workers on the host by name, each with the number of its GPU."""
+    """GPU index of each worker on the host, by worker name; None if it uses no GPU."""
     neighbours: Mapping[str, int] = field(default_factory=dict)
-    """Workers of other hosts of the same machine that use a GPU of this host, with its number
-    here."""
+    """Workers that belong to other hosts on the same machine and use a GPU of this host, by name,
+    with that GPU's index on this host."""
     shared_gpus: frozenset[int] = frozenset()
-    """GPUs that other hosts of the same machine see as well."""
+    """Indices of the GPUs that other hosts on the same machine see as well."""
     paused: bool = False
-    """Whether workers have failed on it recently, so that it gets none for a while."""
+    """Whether the host gets no workers for a while, because workers have failed on it."""
 
     @property
     def gpu_users(self) -> dict[str, int]:
-        """Workers that use a GPU of this host, with its number."""
+        """All workers that use a GPU of this host, with that GPU's index."""
         return {name: gpu for name, gpu in self.workers.items() if gpu is not None} | dict(
             self.neighbours
         )
 
     @property
     def free_gpus(self) -> list[int]:
-        """GPUs that no worker uses; those that no other host sees come first."""
+        """Indices of the unused GPUs; those that no other host sees come first."""
         used = set(self.gpu_users.values())
         return sorted({*range(self.gpus)} - used, key=lambda gpu: (gpu in self.shared_gpus, gpu))
 
@@ -59,14 +60,15 @@ class CandidateHost:
 
 
 def kind_of(name: str) -> str:
-    """Return ``rollout_worker`` for ``rollout_worker/3``."""
+    """Return the kind of a worker: ``rollout_worker`` for ``rollout_worker/3``."""
     return name.partition("/")[0]
 
 
 def find_placed_host(name: str, placement: Mapping[str, str]) -> str:
-    """Return the host that ``placement`` names for a worker; "" without one.
+    """Return the host that ``placement`` assigns to a worker; "" if it assigns none.
 
-    The worker's name takes precedence over its kind, and this over the first pattern that matches.
+    An entry for the worker's name takes precedence over one for its kind, and an entry for its kind
+    takes precedence over the first matching pattern.
     """
     for exact in (name, kind_of(name)):
         if exact in placement:
@@ -79,16 +81,17 @@ def choose_host(
 ) -> CandidateHost:
     """Choose the host of a worker.
 
-    places: all hosts, the launcher's machine first. preferred_name: name of a preferred host; unless ``strict``,
-    another one is chosen if it is missing.
+    places: all hosts, the launcher's machine first. preferred_name: name of the preferred host, or
+    "". If that host is missing, another one is chosen, unless ``strict``.
 
-    - Trainers of a run share a host: the launcher's, unless another one has more GPUs. It must
-      share the run folder, into which they write checkpoints.
-    - Other workers go to the host with the fewest workers per core, to the launcher's machine only
-      if there is no other host. Those that use a GPU go to the host with the most free GPUs.
-    - A paused host is chosen only if all hosts but the launcher's are paused.
+    - All trainers run on one host: the launcher's machine, unless another host has more GPUs. It
+      must share the run folder, into which the trainers write checkpoints.
+    - Workers that use a GPU run on the host with the most free GPUs, and other workers on the host
+      with the fewest workers per core. They run on the launcher's machine only if there is no other
+      host.
+    - A paused host is chosen only if all hosts except the launcher's machine are paused.
 
-    Raises ClusterError with the requirement and the resources of each host.
+    Raises ClusterError if no host is suitable, with the requirement and the resources of each host.
     """
     if preferred_name:
         preferred = next((place for place in places if place.name == preferred_name), None)
@@ -140,10 +143,11 @@ def _check_fits(name: str, place: CandidateHost) -> CandidateHost:
 
 
 def choose_gpu(name: str, place: CandidateHost) -> int | None:
-    """Choose the GPU of a worker on a host; return None if it needs none or there is none.
+    """Choose the GPU of a worker on a host and return its index; return None if the worker needs no
+    GPU or the host has none.
 
-    Without a free GPU, a worker shares the one with the fewest workers, except a trainer: raises
-    ClusterError.
+    If no GPU is free, the worker shares the GPU that has the fewest workers; a trainer must not, so
+    ClusterError is raised for it.
     """
     if kind_of(name) not in USES_GPU or not place.gpus:
         return None
@@ -161,10 +165,11 @@ def choose_gpu(name: str, place: CandidateHost) -> int | None:
 
 
 def describe_shared_gpu(name: str, gpu: int | None, place: CandidateHost) -> str:
-    """Describe with which trainers a worker shares its GPU, or with which workers a trainer does;
-    "" if it does not.
+    """Describe which trainers share a worker's GPU or, for a trainer, which workers do; "" if it is
+    not shared.
 
-    On the launcher's machine sharing may be configured, so only workers of other hosts count.
+    On the launcher's machine only workers of other hosts count, because sharing among its own
+    workers may be configured.
     """
     if gpu is None:
         return ""

@@ -1,5 +1,4 @@
-"""The launcher's side: a ``Scheduler`` whose workers run on joined hosts and on the launcher's
-machine."""
+"""``Scheduler`` that runs workers on joined hosts and on the launcher's machine."""
 
 from __future__ import annotations
 
@@ -73,42 +72,42 @@ from realhf.transport.sockets import raise_descriptor_limit
 JOB = "job"
 MASTER = "master"
 REJOIN_S = 15.0
-"""Seconds that a restarted run waits for its previous hosts before it begins without them."""
+"""Seconds that a restarted run waits for its previous hosts before it starts without them."""
 STOP_LATE_S = 6.0
-"""Seconds that ``stop`` waits for hosts beyond the grace time of their workers."""
+"""Seconds that ``stop`` waits for hosts in addition to the grace period of their workers."""
 LOST = -9
-"""Exit code of a worker whose host was lost."""
+"""Exit code that is reported for a worker whose host was lost."""
 
 
 class AgentStarter(Protocol):
-    """Starter of host agents through an engine, such as Ray or Slurm.
+    """Interface for starting host agents through an engine such as Ray or Slurm.
 
-    An agent is ``python -m realhf.worker --join ENDPOINT --key-file FILE --host-agent --name NAME``
-    on its host.
+    On each host it runs ``python -m realhf.worker --join ENDPOINT --key-file FILE --host-agent
+    --name NAME``.
     """
 
     @property
     def hosts(self) -> Sequence[str]:
-        """Names of the hosts that it starts agents on."""
+        """Names of the hosts on which agents are started."""
         ...
 
     def check(self) -> None:
         """Raise OSError with a one-line message if agents can never be started.
 
-        Called when the launcher starts, which may be long before it waits for hosts.
+        The launcher calls this when it starts, possibly long before ``start_agents``.
         """
         ...
 
     def start_agents(self, endpoint: str, keys: HostKeys) -> None:
-        """Begin to start agents that join ``endpoint``, each with its key from ``keys``.
+        """Begin to start the agents, each of which joins ``endpoint`` with its key from ``keys``.
 
-        Called each time before the launcher waits for hosts. A removed host has no key, and need
-        not be started. Raises OSError with a one-line message.
+        The launcher calls this each time before it waits for hosts. A removed host has no key in
+        ``keys``, and its agent need not be started. Raises OSError with a one-line message.
         """
         ...
 
     def problem(self) -> str:
-        """Return why the expected agents will not join; "" as long as they may."""
+        """Return why the expected agents will not join; "" as long as they may still join."""
         ...
 
     def stop_agents(self) -> None:
@@ -121,13 +120,13 @@ def _print_to_stderr(text: str) -> None:
 
 
 class ClusterScheduler:
-    """Scheduler for joined hosts; see ``Scheduler``.
+    """``Scheduler`` that runs workers on joined hosts and on the launcher's machine.
 
-    Jobs and the master run on the launcher's machine. The control endpoint opens at the first
-    ``start`` and closes with ``stop``; agents then wait for the next run.
+    Jobs and the master always run on the launcher's machine. The first ``start`` opens the control
+    endpoint and ``stop`` closes it; agents then wait for the next run.
 
-    starter: starts the agents (None: a person or a batch system does). say: prints a line for the
-    user.
+    starter: starts the agents; None if a person or a batch system starts them. say: prints a line
+    for the user.
     """
 
     def __init__(
@@ -162,8 +161,8 @@ class ClusterScheduler:
         """Start a worker on a chosen host; see ``Scheduler``.
 
         If all suitable hosts are paused after failures (``HostTable.note_failure``), the worker
-        starts when one of them gets workers again. Raises ClusterError if no host is suitable, or
-        if expected hosts do not join.
+        starts when the first pause ends. Raises ClusterError if no host is suitable, or if expected
+        hosts do not join.
         """
         control = self._open_endpoint()
         if spec.name in self._table.workers or spec.name in self._delayed:
@@ -213,8 +212,8 @@ class ClusterScheduler:
             self._backlog.append(Notice(text))
         is_assigned = gpu is not None and (place.name != LAUNCHER or spec.gpu is None)
         if is_assigned and kind_of(spec.name) == "generation":
-            # The memory limit of generation depends on this, and the plan does not contain GPUs
-            # assigned here.
+            # The worker's memory limit depends on this, and it cannot learn it from the plan, which
+            # does not contain the GPUs that are assigned here.
             spec = replace(spec, argv=(*spec.argv, "--beside-trainer", "yes" if text else "no"))
         if place.name == LAUNCHER:
             self._start_locally(replace(spec, gpu=gpu))
@@ -222,10 +221,12 @@ class ClusterScheduler:
             self._start_on_host(spec, place.name, gpu)
 
     def _gpu_for(self, spec: WorkerSpec, place: CandidateHost) -> int | None:
-        """Choose the GPU of a worker; return None if it sees all of them.
+        """Choose the GPU of a worker and return its index; return None if the worker may see all
+        GPUs.
 
-        On the launcher's machine ``allocation.gpus`` decides. Without it, and if an agent on the
-        same machine assigns its GPUs too, the worker gets a free one. Raises ClusterError.
+        On the launcher's machine ``allocation.gpus`` determines the GPU. If it names none and an
+        agent on the same machine assigns these GPUs too, the worker gets a free one. Raises
+        ClusterError.
         """
         if not self._options.one_gpu_each:
             return spec.gpu if place.name == LAUNCHER else None
@@ -248,8 +249,8 @@ class ClusterScheduler:
         return events
 
     def _start_delayed(self) -> None:
-        """Try to start the workers that wait for a paused host; report the end of one that no
-        longer has a host."""
+        """Try to start the workers that wait for a paused host. Report an exit for each worker that
+        no host can run any more."""
         waiting = self._delayed
         self._delayed = {}
         for name, spec in waiting.items():
@@ -264,20 +265,21 @@ class ClusterScheduler:
                     self._backlog.append(DeferredStart(name))
 
     def _wait_locally(self, timeout_s: float) -> None:
-        """Wait for events of local workers and of the endpoint; queue them for ``wait``."""
+        """Wait for events of local workers and queue them for ``wait``. Events of the endpoint end
+        the waiting."""
         for event in self._local.wait(timeout_s):
             if isinstance(event, WorkerExit):
                 self._table.workers.pop(event.name, None)
             self._backlog.append(event)
 
     def interrupt(self, name: str) -> None:
-        """See ``Scheduler``. The master runs on this machine."""
+        """See ``Scheduler``. Only works for local processes, such as the master."""
         self._local.interrupt(name)
 
     def kill(self, name: str, cause: str, *, pid: int = 0, started: int = 0) -> None:
-        """Kill a worker, through its agent on another host; see ``Scheduler``.
+        """Kill a worker, through its host's agent if it is on another host; see ``Scheduler``.
 
-        If the agent does not respond, its host is soon lost with its workers.
+        If the agent does not respond, its host and workers soon count as lost.
         """
         running = self._table.workers.get(name)
         if running is not None and running.host != LAUNCHER and self._control is not None:
@@ -286,8 +288,8 @@ class ClusterScheduler:
             self._local.kill(name, cause, pid=pid, started=started)
 
     def stop(self, grace_s: float = 8.0) -> None:
-        """Stop all workers; see ``Scheduler``. Workers of a host that does not answer end with its
-        agent."""
+        """Stop all workers; see ``Scheduler``. Workers on a host that does not answer end when its
+        agent ends."""
         control = self._control
         try:
             if control is not None:
@@ -328,7 +330,7 @@ class ClusterScheduler:
                 )
             if self._starter is not None:
                 self._starter.check()
-            raise_descriptor_limit()  # each host has one
+            raise_descriptor_limit()  # one for each host
             options = self._options
             bind = f"tcp://{options.address}:{options.port}"
             try:
@@ -354,10 +356,10 @@ class ClusterScheduler:
         return different and f"it has {different} (scheduler.differing_hosts=warn takes it)"
 
     def _wait_for_hosts(self, control: ControlEndpoint) -> None:
-        """Wait until the expected hosts have joined. Raises ClusterError.
+        """Wait until the expected hosts have joined. Raises ClusterError if they do not.
 
-        A restarted run expects its previous hosts, and goes on without the missing ones after
-        ``REJOIN_S``.
+        A restarted run waits for its previous hosts, and after ``REJOIN_S`` continues without those
+        that are missing.
         """
         assert self._known is not None
         if self._starter is not None:
@@ -399,7 +401,7 @@ class ClusterScheduler:
             self._wait_locally(min(0.5, max(0.01, deadline - process_clock.now())))
 
     def _join_instructions(self, control: ControlEndpoint, missing: set[str]) -> str:
-        """Return a line with the commands by which a person lets hosts join."""
+        """Return a message with the commands that make the missing hosts join."""
         assert self._known is not None
         at = f"--join {control.endpoint} --key-file"
         file = self._known.file
@@ -415,8 +417,9 @@ class ClusterScheduler:
         return f"on each: python -m realhf.worker {at} ITS_KEY --host-agent{makes}"
 
     def _probe_folders(self, control: ControlEndpoint, spec: WorkerSpec) -> None:
-        """Probe new hosts for the run folder and other files. A host that does not answer counts as
-        sharing nothing."""
+        """Find out which files the new hosts share with the launcher's machine: the run folder, and
+        the files that the worker ``spec`` needs. A host that does not answer counts as sharing
+        nothing."""
         new = {name: host for name, host in self._table.hosts.items() if host.shared is None}
         if not new:
             return
@@ -444,7 +447,7 @@ class ClusterScheduler:
                     new[
                         name
                     ].shared = (
-                        False  # otherwise every start of a worker would wait for its answer again
+                        False  # otherwise every worker start would wait for its answer again
                     )
                     text = (
                         f"host {name} did not report within {PROBE_S:g} s what it shares; files are "
@@ -499,10 +502,10 @@ class ClusterScheduler:
     def _note_placement(
         self, host: str, process: str = "", *, lost: str = "", made_of: Mapping[str, str] = {}
     ) -> None:
-        """Write an event of a host to the run folder: a placement, its loss, or its versions
-        (``made_of``).
+        """Record an event of a host in the run folder: a worker's placement, the host's loss
+        (``lost``: the reason), or its versions (``made_of``).
 
-        Errors are ignored, since a full disk must not end the run.
+        Errors are ignored, because a full disk must not end the run.
         """
         if self._run_dir is not None and kind_of(process) != JOB:
             with contextlib.suppress(OSError):
@@ -511,7 +514,8 @@ class ClusterScheduler:
     # ---- what happens
 
     def _process_events(self) -> None:
-        """Process the messages of hosts and operators, and go on with transfers and removals."""
+        """Process the messages of hosts and operators, and continue file transfers and host
+        removals."""
         for event in self._control.events() if self._control is not None else ():
             self._process_event(event)
         for name, host in [*self._table.hosts.items()]:
@@ -523,7 +527,8 @@ class ClusterScheduler:
                 )
 
     def _advance_transfers(self, name: str, host: JoinedHost) -> None:
-        """Send a host more of its files; report the end of workers whose files it cannot store."""
+        """Continue the file transfer to a host; report an exit for each worker whose files the host
+        cannot store."""
         for worker, why in host.transfers.advance():
             if (running := self._table.workers.pop(worker, None)) is not None:
                 log = running.spec.log
@@ -566,7 +571,7 @@ class ClusterScheduler:
         self._refusals.pop(hello.name, None)
         if self._running:
             self._note_placement(hello.name, made_of=hello.made_of)
-        self._ended_hosts.add(hello.name)  # without workers: ``stop`` need not wait for it
+        self._ended_hosts.add(hello.name)  # it has no workers yet, so ``stop`` need not wait for it
         self._backlog += [Notice(text) for text in list_warnings(hello)]
         if different := describe_differences(hello.made_of):
             self._backlog.append(Notice(f"host {hello.name} has {different}"))
@@ -602,7 +607,7 @@ class ClusterScheduler:
             self._backlog.append(Notice(text))
 
     def _on_invalid_message(self, event: InvalidMessage) -> None:
-        """Add a notice of invalid messages, once for each host."""
+        """Notify the user that a host sends invalid messages, once for each host."""
         host = self._table.hosts.get(event.name)
         if host is not None and not host.sends_invalid:
             host.sends_invalid = True
@@ -650,10 +655,10 @@ class ClusterScheduler:
 def _build_exit(
     message: Exited | NotStarted, running: RunningWorker, host: JoinedHost
 ) -> WorkerExit:
-    """Return the exit of a worker.
+    """Return the exit event of a worker, built from its host's message.
 
-    The end of a log on a host without the run folder is appended to the log file here, with its
-    origin.
+    If the host does not share the run folder, the log tail from the message is appended to the log
+    file on this machine, with a line that names its origin.
     """
     log = running.spec.log
     if isinstance(message, NotStarted):
@@ -680,7 +685,7 @@ def _build_exit(
 
 
 def _failure_reason(ended: WorkerExit, message: Exited | NotStarted) -> str:
-    """Describe in one line why a worker has failed."""
+    """Return a phrase that describes why a worker has failed."""
     if isinstance(message, NotStarted):
         return f"cannot be started there: {message.reason}"
     cause = (
@@ -706,7 +711,7 @@ def _file_size(log: Path) -> int:
 
 
 def _describe_missing(missing: set[str], count: int) -> str:
-    """Describe the hosts that are waited for."""
+    """Return a phrase that describes the hosts that have not joined yet."""
     names = f"host{'s' if len(missing) > 1 else ''} {', '.join(sorted(missing))}" if missing else ""
     further = count - len(missing)
     more = (

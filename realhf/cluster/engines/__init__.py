@@ -1,6 +1,6 @@
 """Starters of host agents through Ray, Slurm and Kubernetes.
 
-Each of them only starts ``python -m realhf.worker --join``; ``realhf.cluster`` does the rest. Ray
-and ``srun`` run in a helper process (``engine_process``), so that the launcher neither imports Ray
-nor waits for it.
+Each of them only starts ``python -m realhf.worker --join`` on the hosts; ``realhf.cluster`` does
+the rest. A helper process (``engine_process``) uses Ray or runs ``srun``, so that the launcher
+neither imports Ray nor waits for it.
 """

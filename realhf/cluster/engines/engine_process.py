@@ -1,8 +1,9 @@
-"""Helper process that starts host agents, and its protocol of JSON lines.
+"""Helper process that starts host agents, and the JSON-lines protocol between it and the launcher.
 
-The launcher sends the helper (``serve``) ``{"start": ...}`` and ``{"stop": true}``. The helper
-answers ``{"started": true}``, ``{"problem": TEXT}`` at any time, and ``{"stopped": true}``. It ends
-with its standard input, and therefore with the scheduler or the launcher.
+The launcher sends the helper (``serve``) ``{"start": ...}`` and ``{"stop": true}``, which the
+helper answers with ``{"started": true}`` and ``{"stopped": true}``. It may send ``{"problem":
+TEXT}`` at any time. The helper ends when its standard input is closed, and therefore also when the
+launcher ends.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from realhf.base import process_clock
 from realhf.cluster.placement import ClusterError
 
 STOP_S = 20.0
-"""Seconds within which a helper must end its agents."""
+"""Seconds within which a helper must end its agents after a stop message."""
 HELPER_EXIT_S = 5.0
-"""Seconds within which a helper without agents must end."""
+"""Seconds within which a helper process that has no agents must exit."""
 POLL_S = 2.0
 """Interval in seconds at which a helper checks its agents."""
 MAX_LINE_BYTES = 1 << 16
 
 
 class AgentEngine(Protocol):
-    """Starter of agents within a helper process."""
+    """Interface of the object that starts agents in a helper process."""
 
     def start(self, plan: Mapping[str, Any]) -> None:
-        """Start agents. Raises ClusterError with the reason."""
+        """Start the agents of ``plan``. Raises ClusterError with the reason."""
         ...
 
     def problem(self) -> str:
-        """Return why an agent has ended or cannot start; "" if none has."""
+        """Return why an agent has ended or cannot start; "" if all agents run."""
         ...
 
     def stop(self) -> None:
@@ -47,9 +48,9 @@ class AgentEngine(Protocol):
 
 
 class EngineProcess:
-    """The launcher's side. The helper process runs from ``start`` to ``stop``.
+    """The launcher's handle of a helper process, which runs from ``start`` to ``stop``.
 
-    The launcher's local scheduler must not end it as a leftover process
+    The launcher's local scheduler must not kill the helper as a leftover process
     (``LocalScheduler.preserve_children``).
     """
 
@@ -61,9 +62,10 @@ class EngineProcess:
         self._starting = False
 
     def start(self, plan: Mapping[str, Any], limit_s: float, what: str) -> None:
-        """Start agents, and wait until the helper confirms. Raises ClusterError with the reason.
+        """Start the agents of ``plan``, and wait until the helper confirms. Raises ClusterError
+        with the reason.
 
-        what: description of the start, for the error after ``limit_s`` seconds.
+        what: what is being started, for the error message when ``limit_s`` seconds have passed.
         """
         self._problem = ""
         if self._process is None:
@@ -77,17 +79,17 @@ class EngineProcess:
             raise ClusterError(self._problem)
 
     def problem(self) -> str:
-        """Return the last problem that the helper has reported, or how it ended; "" without a
-        problem."""
+        """Return the last problem that the helper has reported, or how the helper ended; "" if
+        there was no problem."""
         self._read_until("", 0.0)
         return self._problem
 
     def stop(self) -> None:
-        """End the agents and the helper, which is killed if it does not answer."""
+        """End the agents and the helper. A helper that does not answer is killed."""
         if (process := self._process) is None:
             return
         if self._starting and process.poll() is None:
-            process.terminate()  # while it starts agents it reads no messages; SIGTERM makes it end them
+            process.terminate()  # it reads no messages while it starts agents; on SIGTERM it ends them
         elif process.poll() is None:
             self._send({"stop": True})
             self._read_until("stopped", STOP_S)
@@ -104,8 +106,8 @@ class EngineProcess:
         self._starting = False
 
     def _start_process(self) -> None:
-        # Through scheduler.child the kernel ends the helper with the launcher, also while it starts
-        # agents.
+        # ``scheduler.child`` makes the kernel kill the helper when the launcher ends, even while
+        # the helper starts agents and does not read its standard input.
         command = [
             sys.executable,
             "-m",
@@ -131,8 +133,9 @@ class EngineProcess:
             self._problem = "the process that starts host agents has ended"
 
     def _read_until(self, key: str, limit_s: float) -> bool:
-        """Read the helper's messages until one contains ``key`` or a problem; return whether
-        ``key`` was received."""
+        """Read the helper's messages for at most ``limit_s`` seconds, until one contains ``key``;
+        return whether it was received. If ``key`` is ``started``, a problem ends the reading
+        too."""
         if self._process is None:
             return False
         pipe = self._process.stdout
@@ -159,7 +162,7 @@ class EngineProcess:
 
 
 class HelperStarter:
-    """Common part of the ``AgentStarter``s that use a helper process, which runs ``module``."""
+    """Base class of an ``AgentStarter`` that uses a helper process, which runs ``module``."""
 
     def __init__(self, module: str) -> None:
         self._engine = EngineProcess(module)
@@ -174,8 +177,8 @@ class HelperStarter:
 
 
 def serve(engine: AgentEngine) -> None:
-    """Run a helper process until its standard input ends or SIGTERM arrives; its agents end with
-    it.
+    """Run as a helper process until standard input is closed or SIGTERM arrives, and then end the
+    agents.
 
     Standard output is reserved for messages.
     """

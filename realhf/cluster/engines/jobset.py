@@ -30,18 +30,18 @@ import realhf
 
 PORT = 7788
 GROUP = 65532
-"""Group of the files of secret and claim, so that a container user other than root can read
-them."""
+"""Group id of the mounted secret's and volume's files, so that a container user other than root can
+read them."""
 CHECK_S = 120.0
 RUNS = "/runs"
 SECRET = "/etc/realhf"
 KEY = "/tmp/cluster.key"
 KEYS = {"launcher": "cluster.key", "host": "hosts.key"}
-"""File of the secret that each kind of pod gets."""
+"""Key file from the secret that each kind of pod gets."""
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 OWN_KEY = f"install -m 600 {SECRET}/{{}} {KEY}"
-"""Copies the keys, which only their reader may have access to; the mode of a mounted secret cannot
-be chosen."""
+"""Command that copies the key file. Only its owner may have access to it, and a mounted secret
+cannot have that mode."""
 
 
 def build_manifest(
@@ -55,10 +55,11 @@ def build_manifest(
     memory: str,
     gpus: int,
 ) -> dict[str, Any]:
-    """Return the JobSet.
+    """Return the JobSet manifest for the given name, image, volume claim and number of hosts.
 
-    A failed host is restarted. If the launcher fails, all pods are restarted, and the run continues
-    from its last checkpoint. A pod that is evicted is restarted without counting as failed.
+    A failed host pod is restarted. If the launcher fails, all pods are restarted, and the run
+    continues from its last checkpoint. An evicted pod is restarted, which does not count as a
+    failure.
     """
     if not any(text.startswith("trial_name=") for text in arguments):
         arguments = [*arguments, f"trial_name={name}"]  # a restarted launcher continues the run
@@ -74,7 +75,7 @@ def build_manifest(
         ),
         *(f"scheduler.key_file={KEY}", f"scheduler.port={PORT}", f"scheduler.min_hosts={hosts}"),
     ]
-    # The shell expands the address and the index of the pod; everything else is quoted.
+    # The shell expands the pod's address and index; everything else is quoted.
     addresses = ' network.bind="$POD_IP" scheduler.address="$POD_IP"'
     launcher = f"tcp://{name}-launcher-0-0.{name}:{PORT}"
     join = ["python", "-m", "realhf.worker", "--join", launcher, "--key-file", KEY, "--host-agent"]
@@ -125,7 +126,7 @@ def _build_job(
                 "name": "keys",
                 "secret": {"secretName": pod["secret"], "defaultMode": 0o440, "items": [key]},
             },
-            # For tensors between processes; the default of a container is 64 MB.
+            # Shared memory for tensors between processes; a container's default is 64 MB.
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],
     }
@@ -148,7 +149,7 @@ def _build_job(
 
 
 def _find_problem(arguments: Sequence[str]) -> str:
-    """Return the errors of a launch with these arguments; "" if it is valid."""
+    """Return the error text of a launch with these arguments; "" if they are valid."""
     checked = [text for text in arguments if not text.startswith("fileroot=")]
     command = [
         sys.executable,
@@ -164,7 +165,7 @@ def _find_problem(arguments: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the manifest. Returns the exit code."""
+    """Print the manifest and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m realhf.cluster.engines.jobset",
         description=__doc__,

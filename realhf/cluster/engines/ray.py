@@ -1,4 +1,5 @@
-"""``scheduler=ray``: the launcher's own machine, and host agents that Ray places."""
+"""Scheduler ``scheduler=ray``, which uses the launcher's own machine and hosts that Ray
+allocates."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class RayOptions(EngineOptions):
             )
 
     def domains(self) -> list[tuple[str, dict[str, dict[str, float]]]]:
-        """Return the failure domains: Ray's strategy, and the resources of each host by name."""
+        """Return the failure domains as (Ray placement strategy, {host name: its resources})."""
         domains: list[tuple[str, dict[str, dict[str, float]]]] = []
         if self.trainer_cpus:
             domains.append(
@@ -74,7 +75,7 @@ def _resources(cpus: int, gpus: int) -> dict[str, float]:
 
 
 class RayStarter(HelperStarter):
-    """``AgentStarter`` with a helper process that imports Ray and ends with the run."""
+    """``AgentStarter`` that uses Ray in a helper process. The helper ends with the run."""
 
     def __init__(self, options: RayOptions) -> None:
         self._options = options
@@ -82,16 +83,16 @@ class RayStarter(HelperStarter):
         self.hosts = [name for _, bundles in options.domains() for name in bundles]
 
     def check(self) -> None:
-        """See ``AgentStarter``. Raises ClusterError without Ray, or without a cluster at the
-        address."""
+        """See ``AgentStarter``. Raises ClusterError if Ray is not installed or no cluster answers
+        at the address."""
         if self._options.ray:
             check_reachable(self._options.ray)
         if find_spec("ray") is None:
             raise ClusterError(NO_RAY)
 
     def start_agents(self, endpoint: str, keys: HostKeys) -> None:
-        """See ``AgentStarter``. Raises ClusterError if the hosts do not fit, or the cluster is not
-        reached."""
+        """See ``AgentStarter``. Raises ClusterError if the cluster lacks the resources for the
+        hosts or is not reached."""
         options = self._options
         plan: dict[str, Any] = {
             "address": options.ray,
@@ -107,12 +108,13 @@ class RayStarter(HelperStarter):
 
 
 def make_scheduler(options: RayOptions) -> ClusterScheduler:
-    """Return a scheduler that waits for the hosts that Ray places."""
+    """Return a scheduler that waits for the hosts that Ray allocates."""
     return ClusterScheduler(_with_hosts(options), RayStarter(options))
 
 
 def _with_hosts(options: RayOptions) -> RayOptions:
-    """Return the options with the hosts that Ray places, and with the trainers placed on theirs."""
+    """Return the options with the hosts that Ray allocates added to ``hosts``, and with the
+    trainers assigned to the host ``TRAINER`` if it exists."""
     names = [name for _, bundles in options.domains() for name in bundles]
     placement = {"model_worker": TRAINER} if TRAINER in names else {}
     return replace(options, hosts=[*names, *options.hosts], placement=placement | options.placement)

@@ -17,7 +17,8 @@ GRACE_S = 6.0
 
 
 class RayAgent:
-    """Class of the actor, whose methods run on one thread. Does not import Ray."""
+    """Class of the Ray actor, whose methods all run on one thread. It does not import Ray
+    itself."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -26,7 +27,8 @@ class RayAgent:
         self._end = ""
 
     def start(self, endpoint: str, keys: str) -> str:
-        """Start the agent, which joins ``endpoint``; return the host's name."""
+        """Start the agent, which joins the launcher at ``endpoint``; return the name of this
+        machine."""
         argv = (
             "--join",
             endpoint,

@@ -1,8 +1,9 @@
-"""Helper process that starts host agents by Ray: ``python -m realhf.cluster.engines.ray_driver``.
+"""Helper process that starts host agents through Ray: ``python -m
+realhf.cluster.engines.ray_driver``.
 
-Each failure domain is a placement group: one bundle for the mesh that trains (STRICT_PACK), and the
-bundles of the players (SPREAD). Each bundle gets one actor (``RayAgent``), which Ray never
-restarts: the launcher handles lost hosts. Only the start and the end of agents go through Ray.
+Each failure domain is a placement group: one with a single bundle for the trainers (STRICT_PACK),
+and one with a bundle for each rollout host (SPREAD). Each bundle gets one actor (``RayAgent``),
+which Ray never restarts: the launcher handles lost hosts. Ray only starts and ends agents.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ NO_RAY = f"scheduler=ray: Ray is not installed here: {install_command('ray')}"
 
 
 def check_reachable(address: str) -> None:
-    """Raise ClusterError if nothing listens at ``address``; Ray itself would retry for a minute."""
+    """Raise ClusterError if nothing listens at ``address``. Ray itself would retry for a minute."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=REACH_S).close()
@@ -45,14 +46,13 @@ def check_reachable(address: str) -> None:
 CALL_S = 10.0
 OWN_CLUSTER_S = 30.0
 OBJECT_STORE_BYTES = 80 << 20
-"""Size of Ray's object store, which must be at least 75 MB; it stays empty."""
+"""Size of Ray's object store in bytes. It stays empty, but Ray requires at least 75 MB."""
 
 
 class RayEngine:
-    """Engine for a running Ray cluster at ``address`` (HOST:PORT), or for a new one on this
-    machine.
+    """``AgentEngine`` for a running Ray cluster, or for a new private one on this machine.
 
-    A new cluster is for this run only, with ports and a folder of its own.
+    The new cluster serves only this run; it has its own ports and folder.
     """
 
     def __init__(self) -> None:
@@ -64,9 +64,9 @@ class RayEngine:
     def start(self, plan: Mapping[str, Any]) -> None:
         """Start the agents of ``plan``.
 
-        Its keys: ``address``, ``endpoint``, ``keys`` (content of the file of keys by agent),
-        ``limit_s``, and ``domains``, a list of (strategy, {agent: resources}). Raises ClusterError;
-        then no agent runs.
+        ``plan`` has the entries ``address`` (HOST:PORT of the Ray cluster; "" for a new one),
+        ``endpoint``, ``keys`` ({agent: text of its key file}), ``limit_s``, and ``domains``, a list
+        of (placement strategy, {agent: resources}). Raises ClusterError, after which no agent runs.
         """
         address = str(plan["address"])
         if not address:
@@ -97,13 +97,13 @@ class RayEngine:
             raise
 
     def problem(self) -> str:
-        """See ``AgentEngine``. Queries all actors in one call."""
+        """See ``AgentEngine``. Queries all actors at once."""
         ray = _import_ray()
         try:
             calls = [agent.problem.remote() for agent in self._agents.values()]
             return next((text for text in ray.get(calls, timeout=CALL_S) if text), "")
         except ray.exceptions.GetTimeoutError:
-            return ""  # a busy host; the launcher's control endpoint decides whether it is lost
+            return ""  # a host is busy; the launcher's control endpoint decides whether it is lost
         except ray.exceptions.RayError as error:
             return f"Ray lost a host agent: {_last_line(error)}"
 
@@ -149,7 +149,7 @@ class RayEngine:
                 "include_dashboard": False,
                 "num_cpus": len(os.sched_getaffinity(0)),
                 "object_store_memory": OBJECT_STORE_BYTES,
-                # Otherwise Ray kills our workers when it considers the host's memory full.
+                # Otherwise Ray would kill our workers when it considers the host's memory full.
                 "_system_config": {"memory_monitor_refresh_ms": 0},
             }
         while True:
@@ -217,7 +217,8 @@ class RayEngine:
                 f"Ray found no room for {needed} in time (scheduler.wait_s); free now: {free}; "
                 f"{_describe_nodes(nodes)}"
             )
-        # Ray imports it by name on the node, which has the package for its workers.
+        # Ray imports this class by name on the node, where the package is installed for the
+        # workers.
         from realhf.cluster.engines.ray_agent import RayAgent
 
         for index, (name, needs) in enumerate(bundles.items()):
@@ -236,28 +237,29 @@ class RayEngine:
 
 
 def _prepare_private_cluster() -> str:
-    """Create a folder for a new Ray cluster, and make it listen on the loopback and require a
-    token.
+    """Create and return a folder for a new Ray cluster, and configure Ray to listen on the loopback
+    interface and to require a token.
 
-    Must be called before Ray is imported. A client of a Ray cluster can run programs as its user,
-    and other users of this machine can connect to the loopback.
+    Must be called before Ray is imported. The token is needed because other users of this machine
+    can connect to the loopback interface, and any client of a Ray cluster can run programs as its
+    owner.
     """
-    # A short path, since it contains Ray's sockets, whose paths are limited to 107 characters.
+    # The path must be short: Ray's sockets are in this folder, and socket paths are limited to 107
+    # characters.
     folder = tempfile.mkdtemp(prefix="realhf-ray-", dir="/tmp")
     token = Path(folder) / "token"
     token.touch(0o600)
     token.write_text(secrets.token_hex(32), encoding="ascii")
     os.environ.pop("RAY_AUTH_TOKEN", None)
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-    # Makes Ray use 127.0.0.1 as the address of its node, as on systems without clusters. It accepts
-    # no such address as an argument.
+    # This makes Ray use 127.0.0.1 as its node's address, as it does on systems without cluster
+    # support. It does not accept a loopback address as an argument.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     return folder
 
 
 def _import_ray() -> Any:
-    """Import Ray, an optional dependency that type checkers need not have. Raises ClusterError
-    without it."""
+    """Import Ray, an optional dependency. Raises ClusterError if it is not installed."""
     try:
         return import_module("ray")
     except ImportError:
@@ -267,8 +269,8 @@ def _import_ray() -> Any:
 def _check_local_node(address: str) -> None:
     """Raise ClusterError if this machine is not a node of a Ray cluster.
 
-    Ray itself would search for its node for a minute. Versions before 2.60 have another search,
-    which soon fails.
+    Otherwise Ray would search for its node for a minute; versions before 2.60 search differently
+    and fail soon.
     """
     find = getattr(import_module("ray._private.services"), "find_node_ids", None)
     if find is not None and not find():

@@ -1,7 +1,8 @@
-"""``scheduler=slurm``: a batch job with a launcher on its first node and a host agent on each node.
+"""Scheduler ``scheduler=slurm``: a batch job with the launcher on its first node and a host agent
+on each node.
 
-``mode=check`` prints the script for ``sbatch``. In the job, the launcher starts the agents with one
-``srun``.
+``mode=check`` prints the script for ``sbatch``. Inside the job, the launcher starts all agents with
+one ``srun``.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from realhf.scheduler.base import SchedulerDefinition
 WORD = re.compile(r"[A-Za-z0-9._,@%+:=-]*")
 TIME = re.compile(r"(\d+-)?\d{1,2}:\d\d:\d\d")
 JOB = "SLURM_JOB_ID"
-"""Environment variable that is set in a job, and in the shell of ``salloc``."""
+"""Environment variable that Slurm sets in a batch job and in the shell of ``salloc``."""
 NOTICE_S = 120
-"""Seconds before the end of its time at which a job gets a signal, to end cleanly and be queued
-again."""
+"""Seconds before a job's time limit at which Slurm signals it, so that it can end cleanly and be
+requeued."""
 SET_BY_SCRIPT = ("mode=", "scheduler=", "scheduler.address=", "network.bind=", "recover_mode=")
-"""Arguments that the script sets itself."""
+"""Arguments of a launch that the script sets itself."""
 
 
 @dataclass
@@ -50,7 +51,8 @@ class SlurmOptions(EngineOptions):
     account: str = option("", "Account to charge; empty: the user's default.")
 
     def problems(self, name: str) -> Iterator[str]:
-        """Yield errors of these options, including texts that are not a single word in the script."""
+        """Yield errors of these options, including values that would not be a single word in the
+        script."""
         yield from super().problems(name)
         for key in ("partition", "account"):
             if not WORD.fullmatch(getattr(self, key)):
@@ -98,7 +100,7 @@ exit "$code"
 
 
 def script(options: SlurmOptions, arguments: Sequence[str]) -> str:
-    """Return the batch script of a launch with these arguments, for ``sbatch``."""
+    """Return the batch script for ``sbatch`` that launches with these arguments."""
     directives = [
         f"#SBATCH --{key}={value}\n"
         for key, value in (
@@ -132,7 +134,7 @@ def script(options: SlurmOptions, arguments: Sequence[str]) -> str:
 
 
 class SlurmStarter(HelperStarter):
-    """``AgentStarter`` with one ``srun`` over the nodes of the launcher's job."""
+    """``AgentStarter`` that runs one ``srun`` on all nodes of the launcher's job."""
 
     def __init__(self, options: SlurmOptions) -> None:
         self._options = options
@@ -140,10 +142,11 @@ class SlurmStarter(HelperStarter):
         self.hosts = [f"node-{index}" for index in range(options.nodes)]
 
     def check(self) -> None:
-        """See ``AgentStarter``. Raises ClusterError without ``srun``, and outside a job.
+        """See ``AgentStarter``. Raises ClusterError if ``srun`` is missing or this process is not
+        in a job.
 
-        Outside a job, srun would allocate nodes, while launcher, master and trainer ran on the
-        login node.
+        Outside a job, srun would allocate nodes for the agents, but the launcher, the master and
+        the trainer would run on the login node.
         """
         if shutil.which("srun") is None:
             raise ClusterError(NO_SRUN.format("there is none"))
@@ -151,7 +154,7 @@ class SlurmStarter(HelperStarter):
             raise ClusterError(NO_SRUN.format(f"this is no job of Slurm, {JOB} is not set"))
 
     def start_agents(self, endpoint: str, keys: HostKeys) -> None:
-        """See ``AgentStarter``. Raises ClusterError without ``srun``."""
+        """See ``AgentStarter``. Raises ClusterError if ``srun`` cannot be started."""
         plan = {
             "endpoint": endpoint,
             "keys": keys.text(),

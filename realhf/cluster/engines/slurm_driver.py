@@ -1,4 +1,4 @@
-"""Helper process that starts host agents by ``srun``: ``python -m
+"""Helper process that starts host agents through ``srun``: ``python -m
 realhf.cluster.engines.slurm_driver``."""
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from realhf.cluster.placement import ClusterError
 from realhf.scheduler.process import FATAL
 
 AGENT_EXIT_S = 6.0
-"""Seconds that agents have to leave by themselves after the end of the run."""
+"""Seconds that ``stop`` waits for the agents to exit by themselves after the end of the run."""
 SRUN_EXIT_S = 6.0
-"""Seconds that srun then has to end them."""
+"""Seconds that srun then has to end the remaining agents."""
 TAIL_BYTES = 8000
 NO_SRUN = (
     "scheduler=slurm: srun cannot be run here ({}); this launch belongs into a batch job, whose "
@@ -28,25 +28,26 @@ TASK = """\
 exec {python} -m realhf.worker --join {endpoint} --key-file - --host-agent --name "node-$SLURM_PROCID" --temporary \\
     --linger-s 0
 """
-"""Command on each node. The keys come over standard input, which srun copies to all tasks, so that
-they are on no command line and no disk; each node gets the keys of all."""
+"""Command on each node. It reads the keys from standard input, so that they appear neither on a
+command line nor on a disk. srun copies its standard input to all tasks, so each node gets the keys
+of all nodes."""
 
 
 class SlurmEngine:
-    """Engine with one ``srun`` that has a task for each node."""
+    """``AgentEngine`` that runs one ``srun`` with a task for each node."""
 
     def __init__(self) -> None:
         self._srun: subprocess.Popen[bytes] | None = None
         self._output: Any = None
 
     def start(self, plan: Mapping[str, Any]) -> None:
-        """Start the agents of ``plan`` (``endpoint``, ``keys``, ``nodes``, ``python``). Raises
-        ClusterError."""
+        """Start the agents of ``plan``, which has the entries ``endpoint``, ``keys``, ``nodes`` and
+        ``python``. Raises ClusterError."""
         task = TASK.format(
             python=shlex.quote(plan["python"]), endpoint=shlex.quote(plan["endpoint"])
         )
         nodes = str(int(plan["nodes"]))
-        # A failed node must not end the others: the launcher handles it.
+        # A failed node must not end the agents on other nodes: the launcher handles the failure.
         command = [
             "srun",
             "--nodes",
@@ -65,7 +66,7 @@ class SlurmEngine:
         except OSError as error:
             raise ClusterError(NO_SRUN.format(error.strerror)) from None
         assert self._srun.stdin is not None
-        # it has ended already; its output has the reason
+        # BrokenPipeError: srun has already ended, and its output says why.
         with contextlib.suppress(BrokenPipeError):
             self._srun.stdin.write(plan["keys"].encode())
             self._srun.stdin.close()
@@ -90,7 +91,7 @@ class SlurmEngine:
         """See ``AgentEngine``."""
         if self._srun is None:
             return
-        # On SIGTERM, srun kills its tasks at once, and they may leave files behind: so wait first.
+        # On SIGTERM, srun kills its tasks at once, and they may leave files behind. So wait first.
         for end, limit_s in (
             (lambda: None, AGENT_EXIT_S),
             (self._srun.terminate, SRUN_EXIT_S),
