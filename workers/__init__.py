@@ -1,3 +1,3 @@
-"""The processes of a run. Each is a module that is started by ``python -m``."""
+"""Processes of a run. Each module is a process that is started with ``python -m``."""
 
 import realhf  # noqa: F401  Its import reports missing packages.

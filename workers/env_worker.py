@@ -31,7 +31,7 @@ from workers.worker_main import add_key_file, follow_master, read_keys, server_n
 
 
 class ServerInterrupted(Exception):
-    """SIGTERM or SIGINT was received."""
+    """Raised when SIGTERM or SIGINT was received."""
 
 
 class ServerProgram(NamedTuple):
@@ -42,16 +42,17 @@ class ServerProgram(NamedTuple):
     about: str
     """Description for ``--help``."""
     config: type[ServerConfig]
-    """Class of its settings."""
+    """Class of the server's settings."""
     prepare: Callable[[argparse.Namespace, ServerConfig], tuple[ServedEnvironment, ServerConfig]]
-    """Creates the environment and returns it with the settings, which it may adapt."""
+    """Function that creates the environment from the parsed arguments and the settings. It returns
+    the environment and the settings, which it may have adapted."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal, the end of the run or an error.
+    """Serve until a signal arrives, the run ends or an error occurs.
 
-    Returns the exit code: 0 after a signal, 2 for an error in the settings, 1 for an environment
-    that fails.
+    Returns the exit code: 0 after a signal or the end of the run, 2 for an error in the settings, 1
+    if the environment fails.
     """
     program = choose_program(argv)
     arguments = build_parser(program).parse_args(argv)
@@ -77,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def choose_program(argv: Sequence[str] | None) -> ServerProgram:
-    """Return the kind of server that the command line asks for. Only its code is imported."""
+    """Return the kind of server that the command line selects. Only the code of that server is
+    imported."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--env", default="")
     if not first.parse_known_args(argv)[0].env:
@@ -90,7 +92,7 @@ def choose_program(argv: Sequence[str] | None) -> ServerProgram:
 
 
 def build_parser(program: ServerProgram) -> argparse.ArgumentParser:
-    """Return the parser of the server's flags and of those that a launcher passes."""
+    """Return a parser for the server's flags and for the flags that a launcher passes."""
     parser = argparse.ArgumentParser(
         prog=program.name,
         description=f"{program.about} Every setting is also a variable, named in brackets; a flag "
@@ -121,17 +123,18 @@ def build_parser(program: ServerProgram) -> argparse.ArgumentParser:
 
 
 def _interrupt(stop: threading.Event) -> None:
-    """Raise ServerInterrupted in the main thread at the first signal; ignore later ones, so that clean-up
-    is undisturbed."""
+    """Signal handler that raises ServerInterrupted in the main thread at the first signal and
+    ignores later ones, so that they do not interrupt the clean-up."""
     if not stop.is_set():
         stop.set()
         raise ServerInterrupted
 
 
 def serve(program: ServerProgram, arguments: argparse.Namespace) -> None:
-    """Start the environment and the server, and serve: forever, or until the master says goodbye.
+    """Start the environment and the server, and serve until the master says goodbye; without a
+    master, serve forever.
 
-    Raises SettingError, OSError (port in use), RuntimeError (the environment does not start) or
+    Raises SettingError, OSError (port in use), RuntimeError (the environment cannot be started) or
     MasterLost.
     """
     keys = read_keys(arguments.key_file)
@@ -178,8 +181,8 @@ def _serve(
         server.stop()
         served.pool.stop()
         if arguments.env:
-            # Threads that the environment has left running may keep the process from exiting:
-            # SIGALRM ends it then.
+            # Threads of the environment that still run may keep the process from exiting. SIGALRM
+            # ends it in that case.
             signal.alarm(STOP_WITHIN_S)
 
 

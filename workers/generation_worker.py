@@ -48,13 +48,13 @@ from realhf.transport.weights import receive
 from workers.worker_main import run_planned, worker_network
 
 LEAVE_WITHIN_S = 15.0
-"""Seconds within which a dismissed worker must exit, even if it hangs in an update: its successor
-needs the memory."""
+"""Seconds within which a dismissed worker must exit, even if it hangs in a weight update, because
+its successor needs the memory."""
 
 
 class SlotTable:
-    """Map from the cache slots of all clients, which each number theirs from 0, to the slots of the
-    engine.
+    """Mapping from the cache slots of all clients to the engine's slots. Each client numbers its
+    own slots from 0.
 
     Thread-safe.
     """
@@ -65,7 +65,8 @@ class SlotTable:
         self._lock = threading.Lock()
 
     def assign(self, client: str, slot: int) -> int:
-        """Return the engine's slot for a client's slot, a new one if it has none."""
+        """Return the engine's slot for a client's slot, after assigning an unused one if
+        necessary."""
         with self._lock:
             key = (client, slot)
             if key not in self._slots:
@@ -74,14 +75,15 @@ class SlotTable:
             return self._slots[key]
 
     def release(self, client: str, slots: list[int]) -> list[int]:
-        """Remove a client's slots and return the engine's slots."""
+        """Remove slots of a client, and return the engine's slots that were assigned to them."""
         with self._lock:
             return [
                 self._slots.pop((client, slot)) for slot in slots if (client, slot) in self._slots
             ]
 
     def release_all_but(self, clients: set[str]) -> list[int]:
-        """Remove the slots of all clients but these and return the engine's slots."""
+        """Remove the slots of all clients except ``clients``, and return the engine's slots that
+        were assigned to them."""
         with self._lock:
             departed = [key for key in self._slots if key[0] not in clients]
             return [self._slots.pop(key) for key in departed]
@@ -89,7 +91,7 @@ class SlotTable:
 
 class VersionGate:
     """Queue of requests that need newer weights than the engine has. ``version()`` returns the
-    engine's version.
+    policy version of the engine's weights.
 
     Thread-safe.
 
@@ -102,14 +104,14 @@ class VersionGate:
     def __init__(self, version: Callable[[], int]) -> None:
         self._version = version
         self._waiting: dict[int, tuple[int, Callable[[], None], Callable[[], None]]] = {}
-        """Minimum version, ``go`` and ``give_up`` of each waiting request, by slot."""
+        """(minimum version, ``go``, ``give_up``) of each waiting request, by slot."""
         self._lock = threading.Lock()
 
     def submit(
         self, slot: int, at_least: int, go: Callable[[], None], give_up: Callable[[], None]
     ) -> None:
-        """Call ``go`` once the engine has version ``at_least``, possibly at once, or ``give_up`` if
-        the slot is dropped before."""
+        """Call ``go`` once the engine has version ``at_least``, possibly immediately. If the slot
+        is dropped first, call ``give_up`` instead."""
         with self._lock:
             if self._version() < at_least:
                 self._waiting[slot] = (at_least, go, give_up)
@@ -117,8 +119,8 @@ class VersionGate:
         go()
 
     def open(self) -> None:
-        """Call ``go`` of the requests whose version the engine has now; to be called after an
-        update."""
+        """Call ``go`` of all requests whose version the engine now has. Must be called after each
+        weight update."""
         with self._lock:
             version = self._version()
             ready = [
@@ -129,7 +131,7 @@ class VersionGate:
             go()
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Call ``give_up`` of the requests of these slots."""
+        """Remove the waiting requests in these slots and call their ``give_up``."""
         with self._lock:
             callbacks = [self._waiting.pop(slot)[2] for slot in slots if slot in self._waiting]
         for give_up in callbacks:
@@ -137,9 +139,9 @@ class VersionGate:
 
 
 class PinnedWeights:
-    """A version of the weights that is kept for an evaluation while ``engine`` loads newer ones, in
-    a replica of the engine. If the engine has no replica, the version is available only until the
-    engine loads another one."""
+    """Policy version that is kept for an evaluation, in a replica of ``engine``, while the engine
+    loads newer weights. If the engine cannot make a replica, the version is available only until
+    the engine loads another one."""
 
     def __init__(self, engine: StreamingGenerator) -> None:
         self._engine = engine
@@ -147,7 +149,7 @@ class PinnedWeights:
         self._lock = threading.Lock()
 
     def pin(self, request: Nothing) -> PinAnswer:
-        """Keep the current weights, and no longer those pinned before."""
+        """Pin the current weights, and release those that were pinned before."""
         self.unpin(request)
         replica = self._engine.replica()
         with self._lock:
@@ -155,7 +157,7 @@ class PinnedWeights:
         return PinAnswer(self._engine.version, replica is not None)
 
     def unpin(self, request: Nothing) -> Nothing:
-        """Close the replica; its running requests fail."""
+        """Release the pinned weights. Requests that still run on them fail."""
         with self._lock:
             replica = self._replica
             self._replica = None
@@ -166,8 +168,8 @@ class PinnedWeights:
     def submit(
         self, request: GenRequest, gen: GenConfig, stop_ids: Sequence[int], done: Done
     ) -> None:
-        """Sample with the weights of ``request.pinned_version``. Raises ValueError if this version
-        is not pinned."""
+        """Submit a request to the engine that has the weights of ``request.pinned_version``. Raises
+        ValueError if that version is not pinned."""
         with self._lock:
             engine = self._replica or self._engine
             if engine.version != request.pinned_version:
@@ -177,7 +179,7 @@ class PinnedWeights:
             )
 
     def free(self, slots: Sequence[int]) -> None:
-        """Abort the requests of these slots and free their cache."""
+        """Abort requests in these slots of the replica, and free the slots' cache."""
         with self._lock:
             if self._replica is not None:
                 self._replica.abort(slots)
@@ -203,7 +205,7 @@ class GenerationWorker:
         self._network = network
         self._slots = SlotTable()
         self._death_reason = ""
-        """Why the engine's server ended; "" while it runs."""
+        """Why the engine's server process ended; "" while it runs."""
         name = f"generation/{index}"
         self._tracer = self._stack.enter_context(open_trace(plan.spec.run_dir, name))
         model = plan.spec.models[spec.role]
@@ -257,7 +259,7 @@ class GenerationWorker:
 
     def run(self) -> None:
         """Serve until the master says goodbye. Raises MasterLost, or RuntimeError if the engine's
-        server has ended."""
+        server process has ended."""
         with self._stack:
             self._rpc.run()
         if self._death_reason:
@@ -295,8 +297,8 @@ class GenerationWorker:
             raise ValueError(f"there is no request {request.method!r}")
 
     def _update_weights(self, request: UpdateWeightsRequest) -> UpdateWeightsAnswer:
-        """Stage a version while generation goes on, load it between two tokens, and return digests
-        of the weights."""
+        """Transfer a version of the weights while generation continues, load it between two tokens,
+        and return digests of the tensors."""
         manifest = request.manifest
         started_at = time.perf_counter()
         with self._tracer.span(f"{WEIGHTS}/stage", version=manifest.version):
@@ -330,22 +332,22 @@ class GenerationWorker:
 
     def _free(self, slots: list[int]) -> None:
         self._gate.drop(slots)
-        self._engine.abort(slots)  # an abandoned episode may have a running request
+        self._engine.abort(slots)  # an abandoned episode may still have a running request
         self._engine.free(slots)
         self._pinned.free(slots)
 
 
 def _shares_gpu(plan: RunPlan, name: str) -> bool:
-    """Return whether, according to the plan, a model worker computes on this worker's GPU.
+    """Return whether a model worker computes on the same GPU as this worker, according to the plan.
 
-    This is also so if neither was assigned a GPU, since both then use the first one.
+    If neither was assigned a GPU, the result is True, because both then use the first one.
     """
     trainers = [f"model_worker/{index}" for index in range(plan.spec.n_model_workers)]
     return any(plan.gpus.get(trainer) == plan.gpus.get(name) for trainer in trainers)
 
 
 def main() -> int:
-    """Run the worker of a plan until the master ends it. Returns the exit code."""
+    """Run this worker of a plan until the master ends it. Returns the exit code."""
 
     def work(plan: RunPlan, args: argparse.Namespace) -> None:
         if plan.spec.rollout is None:

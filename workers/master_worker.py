@@ -76,24 +76,23 @@ from realhf.view.report import write_report
 from workers.worker_main import add_key_file, read_keys
 
 ACTIVITY_INTERVAL_S = 0.3
-"""Interval in seconds at which the display learns which calls run."""
+"""Interval in seconds at which events tell the display which calls run."""
 PROGRESS_INTERVAL_S = 5.0
-"""Interval in seconds at which the display learns how many episodes of an evaluation are
-finished."""
+"""Interval in seconds at which events tell the display how many episodes of a call are finished."""
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
 class RunStopped(Exception):
-    """The run was stopped on request, after a checkpoint of its last finished step."""
+    """Raised when the run was stopped on request, after a checkpoint of its last finished step."""
 
 
 class StepAbandoned(Exception):
-    """A step was abandoned before its training began; the weights are unchanged."""
+    """Raised when a step was abandoned before its training began. The weights are unchanged."""
 
 
 class MasterWorker:
-    """The master of one run, from the first registration to the summary."""
+    """Master of one run. It registers the workers, runs all steps and reports the summary."""
 
     def __init__(
         self, plan: RunPlan, run_id: str, events: EventStream, network: Network = LOOPBACK
@@ -116,7 +115,7 @@ class MasterWorker:
             on_left=lambda name, reason: self._on_worker_gone(name, reason, left=True),
         )
         self._checkpoints = CheckpointStore.for_run(self._spec.run_dir, keep=plan.exp_ctrl.keep)
-        # Workers that the launcher restarts when they die: the master goes on waiting for them.
+        # Workers that the launcher restarts when they die. The master keeps waiting for these.
         self._replaceable = (
             {"env/0", *plan.spec.rollout.workers} if plan.spec.rollout else set[str]()
         )
@@ -132,37 +131,38 @@ class MasterWorker:
         )
         self._host_load = HostLoadMetrics()
         self._earlier_wall_s = 0.0
-        """Seconds that the run took before this start."""
+        """Wall-clock seconds that the run took before this process was started."""
         self._saved_step = 0
-        """Completed steps of the last checkpoint."""
+        """Number of completed steps in the last checkpoint."""
         self._step_source: StepSource | None = None
-        """The step source once it is open. Workers may join before; it is notified of these
-        then."""
+        """The step source, or None before it is opened. When it is opened, it is notified of the
+        workers that have joined before."""
         self._processes: dict[str, tuple[int, int]] = {}
-        """Pid and start time of the process of each worker, by name."""
+        """(pid, start time) of each worker's process, by name."""
         self._best = (
             BestPolicy(self._spec.run_dir)
             if plan.exp_ctrl.keep_best and self._spec.evaluation
             else None
         )
         self._recording: asyncio.Task[None] | None = None
-        """Records the last evaluation that was played in parallel with training."""
+        """Task that records the last evaluation played in parallel with training."""
         self._stop = asyncio.Event()
         self._training = False
 
     def request_stop(self) -> None:
-        """Save a checkpoint of the last finished step and end the run as soon as the running calls
-        allow it.
+        """Request the end of the run: it saves a checkpoint of the last finished step and ends as
+        soon as the running calls allow it.
 
-        Must be called in the event loop. If nothing is unsaved, ``stopped`` is reported at once.
+        Must be called in the event loop. If there is nothing to save, ``stopped`` is reported
+        immediately.
         """
         self._stop.set()
         if not self._training or self._executor.next_step <= self._saved_step:
             self._report_stopped()
 
     async def run(self) -> None:
-        """Run the experiment to its end. Raises the error that ends it early; a requested stop is
-        no error."""
+        """Run the experiment to its end. Raises any error that ends it early; a requested stop is
+        not an error."""
         await self._rpc.start()
         self._events.emit("endpoint", address=self._rpc.endpoint, run_id=self._run_id)
         try:
@@ -176,7 +176,7 @@ class MasterWorker:
         async with contextlib.AsyncExitStack() as stack:
             tracer = stack.enter_context(open_trace(self._spec.run_dir, "master"))
             stack.enter_context(convert_run_folder_errors(self._spec.run_dir))
-            # first, so that a run that cannot resume changes nothing
+            # This comes first, so that a run that cannot resume changes nothing.
             checkpoint = await self._find_checkpoint()
             await self._wait_for_workers()
             self._steps = await self._open_steps(checkpoint)
@@ -202,10 +202,11 @@ class MasterWorker:
     # ---- start
 
     async def _record_launch(self, completed: int) -> None:
-        """Record the launch and report from which step on the run has changed options.
+        """Record the launch in the run folder, and report the step from which changed options
+        apply.
 
         The master does this because the launcher cannot know the step: the newest checkpoint may
-        turn out damaged.
+        prove to be damaged.
         """
         launch = self._plan.launch
         is_new = await asyncio.to_thread(
@@ -258,11 +259,11 @@ class MasterWorker:
         return addresses
 
     async def _find_checkpoint(self) -> Checkpoint | None:
-        """Return the last valid checkpoint, or None if there is none or recovery is disabled; emit
-        its warnings.
+        """Return the last valid checkpoint, or None if there is none or recovery is disabled. Emit
+        a warning event for each problem found.
 
-        Raises CheckpointError for one that cannot be used, RuntimeError if ``recover_mode=resume``
-        finds none.
+        Raises CheckpointError if a checkpoint cannot be used, and RuntimeError if
+        ``recover_mode=resume`` finds none.
         """
         checkpoint = None
         if self._plan.recover_mode is not RecoverMode.disabled:
@@ -277,7 +278,8 @@ class MasterWorker:
         return checkpoint
 
     async def _open_steps(self, checkpoint: Checkpoint | None) -> StepSource:
-        """Return the step source, after notifying it of the workers that have joined already."""
+        """Open and return the step source, and notify it of the workers that have already
+        joined."""
         source = sources.get(self._spec.source.name)(seed=self._spec.seed, **self._spec.source.args)
         if self._spec.rollout is not None:
             steps: StepSource = await self._open_rollouts(self._spec.rollout, source, checkpoint)
@@ -322,8 +324,8 @@ class MasterWorker:
             self._step_source.worker_joined(info)
 
     def _on_worker_gone(self, name: str, reason: str, *, left: bool) -> None:
-        """Handle a worker that is silent, was dismissed, or ``left``. The launcher ends its process
-        and starts another one."""
+        """Handle a worker that is silent, was dismissed or has left (``left``). The launcher ends
+        its process and starts another one."""
         pid, started = self._processes[name]
         self._events.emit("lost", name=name, pid=pid, started=started, reason=reason, left=left)
         if name in self._replaceable:
@@ -357,7 +359,7 @@ class MasterWorker:
             self._training = True
             await self._train_steps(done, total)
             self._training = False
-            if self._stop.is_set():  # the request came while the last checkpoint was written
+            if self._stop.is_set():  # requested while the last checkpoint was written
                 await self._save_and_stop(self._executor.next_step)
         await self._wait_for_evaluation()
         await self._evaluate(self._executor.next_step, last=True)
@@ -366,7 +368,7 @@ class MasterWorker:
 
     async def _train_steps(self, done: int, total: int) -> None:
         checkpoint_due = False
-        # start the measurement: load before the first step is not counted
+        # Start the measurement here, so that load before the first step is not counted.
         self._host_load.measure(self._rpc.loads())
         for step in range(done, total):
             try:
@@ -382,8 +384,8 @@ class MasterWorker:
             await self._report(report)
             checkpoint_due = checkpoint_due or (step + 1) % self._plan.exp_ctrl.ckpt_freq_steps == 0
             # A checkpoint waits for the running evaluation, because a resumed run does not repeat
-            # evaluations of earlier steps. If each evaluation lasts until the next one is due, the
-            # only time for a checkpoint is between the two.
+            # evaluations of earlier steps. If evaluations last so long that one always runs, a
+            # checkpoint is only possible between the end of one and the start of the next.
             if step + 1 == total or (checkpoint_due and self._evaluation_is_due(step + 1)):
                 await self._wait_unless_stopped(self._wait_for_evaluation())
             if self._stop.is_set():
@@ -395,10 +397,10 @@ class MasterWorker:
                 await self._wait_unless_stopped(self._evaluate(step + 1))
 
     async def _execute(self, step: int) -> StepReport:
-        """Run a step.
+        """Run one train step and return its report.
 
-        After a stop request, a step whose training has begun is finished; otherwise this raises
-        StepAbandoned.
+        After a stop request, a step whose training has begun is still finished. Otherwise the step
+        is abandoned and StepAbandoned raised.
         """
         if self._stop.is_set():
             raise StepAbandoned
@@ -430,8 +432,8 @@ class MasterWorker:
         return running.result()
 
     async def _wait_unless_stopped(self, work: Coroutine[Any, Any, T] | asyncio.Task[T]) -> None:
-        """Wait for ``work`` or for a stop request. On the request a coroutine is cancelled, while a
-        task goes on.
+        """Wait until ``work`` has finished or a stop is requested. On a request, ``work`` is
+        cancelled if it is a coroutine; a task keeps running.
 
         Raises the error of ``work``.
         """
@@ -447,7 +449,8 @@ class MasterWorker:
                 task.cancel()
 
     async def _save_and_stop(self, completed: int) -> NoReturn:
-        """Save a checkpoint of ``completed`` steps if there is none, then raise RunStopped."""
+        """Save a checkpoint of ``completed`` steps unless it already exists, then raise
+        RunStopped."""
         if completed > self._saved_step:
             if self._is_evaluating():
                 self._events.emit(
@@ -468,8 +471,8 @@ class MasterWorker:
         self._events.emit("stopped", text=saved)
 
     async def _finish_early(self, completed: int, end: EndOfData) -> None:
-        """Complete the run after the last step for which there was data. Raises RuntimeError if
-        there was none."""
+        """Complete the run after ``completed`` steps because the data is exhausted. Raises
+        RuntimeError if there was no data for any step."""
         if completed == 0:
             raise RuntimeError(f"there is nothing to train on: {end}")
         total = self._spec.total_train_steps
@@ -477,7 +480,7 @@ class MasterWorker:
             "warning",
             text=f"the data ended after step {completed}, before total_train_steps={total}",
         )
-        # As before every checkpoint: a resumed run would not repeat the evaluation.
+        # As before every checkpoint, wait for the evaluation, which a resumed run would not repeat.
         await self._wait_unless_stopped(self._wait_for_evaluation())
         if self._saved_step < completed:
             await self._save_checkpoint(completed)
@@ -537,8 +540,8 @@ class MasterWorker:
                 self._events.emit("progress", call=call, over=progress.over, wanted=progress.wanted)
 
     def _evaluation_is_due(self, step: int, *, last: bool = False) -> bool:
-        """Return whether an evaluation after ``step`` steps is due. ``last``: the run ends with
-        this step."""
+        """Return whether an evaluation is due after ``step`` steps. ``last``: whether the run ends
+        with this step."""
         evaluation = self._spec.evaluation
         if evaluation is None or self._log.evaluations.report_at(step) is not None:
             return False
@@ -570,7 +573,7 @@ class MasterWorker:
         )
 
     def _start_recording(self, step: int, evaluation: EvaluationSpec, report: Report) -> None:
-        """Start to record the report of an evaluation that was played in parallel with training.
+        """Start a task that records the report of an evaluation played in parallel with training.
 
         Raises the error of the previous recording.
         """
@@ -581,9 +584,10 @@ class MasterWorker:
     async def _record_evaluation(
         self, step: int, evaluation: EvaluationSpec, report: Report
     ) -> None:
-        """Keep the policy if it is the best so far, then record the evaluation.
+        """Keep the evaluated policy if it is the best so far, then record the evaluation.
 
-        In this order, because a resumed run does not repeat a recorded evaluation.
+        The order matters: a resumed run does not repeat a recorded evaluation, so the policy must
+        have been kept before.
         """
         if not report:
             return
@@ -623,7 +627,8 @@ class MasterWorker:
         """Wait until the evaluation in parallel with training has finished and is recorded."""
         await self._steps.wait_for_evaluation()
         if self._recording is not None:
-            # unlike an await of the task, a cancelled wait does not cancel it
+            # If this coroutine is cancelled, ``wait`` does not cancel the task, as awaiting it
+            # would.
             await asyncio.wait([self._recording])
             self._recording.result()
             self._recording = None
@@ -637,8 +642,7 @@ class MasterWorker:
     async def _run_evaluation(self, evaluation: EvaluationSpec, step: int) -> dict[str, Any]:
         """Run an evaluation on the trainer and return its report.
 
-        The seed is that of the run at every step, so that policies are compared on the same
-        instances.
+        Every evaluation uses the run's seed, so that policies are compared on the same instances.
         """
         if self._spec.needs_env and self._replaceable:
             await self._rpc.wait_for(["env/0"], self._plan.rpc.connect_timeout_s)
@@ -658,7 +662,7 @@ class MasterWorker:
             return (await self._ask(worker, EVALUATE, request, step=step)).stats
         finally:
             watcher.cancel()
-            # progress is only for display: ignore its errors
+            # The progress is only for the display, so its errors are ignored.
             await asyncio.gather(watcher, return_exceptions=True)
 
     # ---- saving
@@ -736,9 +740,7 @@ class MasterWorker:
         )
         try:
             await asyncio.to_thread(write_report, self._spec.run_dir)
-        except (
-            OSError
-        ) as error:  # the run is finished and saved, so a full disk must not make it fail
+        except OSError as error:  # the run is saved, so a full disk must not make it fail
             self._events.emit("warning", text=f"no report: {error}")
         self._events.emit("done", summary=summary)
 
@@ -749,12 +751,12 @@ class MasterWorker:
 def check_same_models(
     saved: Mapping[str, str], current: Mapping[str, str], restored: Collection[str] = frozenset()
 ) -> None:
-    """Raise RuntimeError unless each role's weights come from the same folder as when the
+    """Raise RuntimeError if a role's initial weights come from another folder than when the
     checkpoint was saved.
 
-    A checkpoint holds no frozen weights. ``saved`` and ``current`` map roles to paths; two paths
-    may name the same folder. The roles in ``restored`` are exempt, because the checkpoint holds all
-    their weights.
+    A checkpoint does not contain frozen weights, which must therefore be the same as before.
+    ``saved`` and ``current`` map roles to paths; different paths may name the same folder. Roles in
+    ``restored`` are not checked, because the checkpoint contains all their weights.
     """
     for role in sorted(
         {*saved, *current} - {role for role in restored if role in saved and role in current}
@@ -770,7 +772,8 @@ def check_same_models(
 def _same_weights(saved: str | None, current: str | None) -> bool:
     if saved is None or current is None:
         return saved == current
-    # The name of a warm-start policy is a digest of its inputs, so the folder may have moved.
+    # The folder name of a warm-started policy contains a digest of its inputs, so its location does
+    # not matter.
     if (
         re.fullmatch(r"policy-[0-9a-f]{16}", name := Path(saved).name)
         and name == Path(current).name
@@ -782,7 +785,7 @@ def _same_weights(saved: str | None, current: str | None) -> bool:
 
 
 def main() -> int:
-    """Run the master of a plan. Returns the exit code."""
+    """Run the master of a plan to its end. Returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -66,12 +66,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 HOST_CALLS = (CALL, LOAD, EVALUATE, SAVE, RESTORE, COMMITTED, EXPORT, KEEP_EXPORT, GATHER, HELD)
-"""Ordered calls that ``ModelHost`` serves."""
+"""Calls that ``ModelHost`` serves in the order of their arrival."""
 
 
 class ModelWorker:
-    """Process that registers with the master at once and loads its models on the call
-    ``initialize``."""
+    """Process that holds models. It registers with the master when it starts, and loads its models
+    when it receives the call ``initialize``."""
 
     def __init__(
         self, plan: RunPlan, index: int, run_id: str, master: str, network: Network = LOOPBACK
@@ -94,7 +94,7 @@ class ModelWorker:
         medium = cast(Medium, rollout.options.weights) if rollout else "shm"
         self._trial = WeightTrial()
         self._stack = ExitStack()
-        """Closes the separate generation engines."""
+        """Exit stack that closes the separate generation engines."""
         self._publisher = WeightPublisher(
             run_id, name, run_dir / "weights", medium, network=network
         )
@@ -141,10 +141,11 @@ class ModelWorker:
             self._tracer.close()
 
     def _open_world(self, request: OpenWorldRequest) -> OpenWorldAnswer:
-        """Open the rendezvous server of the workers that compute together and return its address.
+        """Start the rendezvous server for the workers that compute together, and return its
+        address.
 
-        It listens on the loopback or, for workers on several hosts, on the network. Raises
-        NetworkError if the latter is not trusted.
+        It listens on the loopback interface or, for workers on several hosts, on the network.
+        Raises NetworkError if it would have to listen on a network that is not trusted.
         """
         from realhf.backends.parallel.process_groups import RendezvousStore
 
@@ -159,10 +160,10 @@ class ModelWorker:
         return OpenWorldAnswer(self._meeting.address)
 
     def _join_world(self, address: str, token: str) -> None:
-        """Join the other workers at the rendezvous and create the process groups of all roles.
+        """Join the other workers at the rendezvous, and create the process groups of all roles.
 
-        Every worker creates every group, including those of roles that only others train, as torch
-        requires.
+        As torch requires, every worker creates every group, including the groups of roles that it
+        does not train.
         """
         from realhf.backends.parallel.process_groups import TorchWorld, list_groups
 
@@ -188,7 +189,7 @@ class ModelWorker:
                 )
 
     def initialize(self, request: InitializeRequest) -> Nothing:
-        """Load the models of this worker and build the interfaces of its calls."""
+        """Load this worker's models and build the interfaces of its calls."""
         spec = self._plan.spec
         threads = set_compute_threads(
             self._plan.torch_threads, spec.n_model_workers, reserved=_count_generation_threads(spec)
@@ -199,8 +200,8 @@ class ModelWorker:
             role: model for role, model in spec.models.items() if self._index in model.workers
         }
         models: dict[str, Model] = {}
-        # A role that is the frozen base of another one (``base_of``) shares its weights, so it is
-        # loaded after it.
+        # A role that is the frozen base of another role (``base_of``) shares that role's weights,
+        # so it is loaded later.
         for role, model in sorted(own_specs.items(), key=lambda item: bool(item[1].base_of)):
             shared = models.get(model.base_of)
             models[role] = (
@@ -229,16 +230,16 @@ class ModelWorker:
         return Nothing()
 
     def _publish_weights(self, request: PublishWeightsRequest) -> PublishWeightsAnswer:
-        """Publish the weights of a role to the generation workers; in a self-test change or restore
-        them first."""
+        """Publish the weights of a role to the generation workers. In a self-test, change or
+        restore them first."""
         if self._host is None:
             raise RuntimeError("publish_weights before initialize")
         with self._tracer.span(f"{WEIGHTS}/publish", version=request.version):
             engine = self._host.engine(request.role, request.version)
             tensors = engine.weights()
             is_sharded = self._plan.spec.models[request.role].parallel.fsdp > 1
-            # A forward pass of a sharded model needs all its workers, so this one cannot score
-            # probes alone.
+            # A forward pass of a sharded model needs all of its workers, so this worker cannot
+            # score probes alone.
             probes = [] if is_sharded else request.probes
             changed, restored = self._trial.step(request.trial, engine, tensors, probes)
             manifest = self._publisher.publish(
@@ -271,8 +272,8 @@ class ModelWorker:
         )
 
     def _samples_tokens_of(self, role: str) -> bool:
-        """Return whether this worker samples tokens of a role, for training or evaluation; in
-        asynchronous runs the generation workers do."""
+        """Return whether this worker samples tokens with a role, for training or evaluation. In
+        asynchronous runs generation workers do that instead."""
         spec = self._plan.spec
         has_generate_call = any(
             m.model_role == role and m.interface_type is InterfaceType.GENERATE for m in spec.mfcs
@@ -281,9 +282,11 @@ class ModelWorker:
         return spec.rollout is None and (has_generate_call or is_evaluated)
 
     def _add_generation_engine(self, model: ModelSpec, engine: Any) -> Any:
-        """Start a separate generation engine for a trainer's engine and return both as one engine.
+        """Start a separate generation engine for a trainer's engine, and return a single engine
+        that combines both.
 
-        It ends with this worker. Raises ValueError for a role on several workers.
+        The generation engine ends with this worker. Raises ValueError for a role on several
+        workers.
         """
         from realhf.backends.streaming_engines import longest_sequence, make_streaming_generator
 
@@ -318,8 +321,8 @@ class ModelWorker:
         return ServedEngine(engine, served)
 
     def _host_handler(self, handler: str) -> Handler:
-        """Return the handler of this name of the ``ModelHost``, which exists only after
-        ``initialize``."""
+        """Return a handler that calls the handler ``handler`` of the ``ModelHost``, which exists
+        only after ``initialize``."""
 
         def run(payload: Any) -> Any:
             if self._host is None:
@@ -330,7 +333,8 @@ class ModelWorker:
 
 
 def _build_base_role(model: ModelSpec, trained: Model) -> Model:
-    """Return the frozen role that is a trained role with its adapters disabled."""
+    """Return the model of a frozen role that consists of the trained role with its adapters
+    disabled."""
     engine = trained.engine.base()  # type: ignore[attr-defined]
     return Model(
         model.role, engine, trained.tokenizer, model.chat_template_kwargs, model.tool_parser
@@ -338,11 +342,11 @@ def _build_base_role(model: ModelSpec, trained: Model) -> Model:
 
 
 def set_compute_threads(configured: int, n_model_workers: int, reserved: int = 0) -> ComputeThreads:
-    """Return ``configured`` compute threads or, for 0, this worker's share of the usable cores, and
-    set torch to it.
+    """Set the number of torch's compute threads and return it. It is ``configured`` or, if that is
+    0, this worker's share of the usable cores.
 
-    ``reserved`` cores are left to generation workers that compute at the same time: threads that wait
-    for each other lose more by sharing a core than they gain.
+    ``reserved`` cores are left to generation workers that compute at the same time. Sharing a core
+    would cost more than it gains, because compute threads wait for each other.
     """
     import torch
 
@@ -355,8 +359,8 @@ def set_compute_threads(configured: int, n_model_workers: int, reserved: int = 0
 
 
 def _count_generation_threads(spec: ExperimentSpec) -> int:
-    """Return the number of threads of all generation workers, which compute at the same time as
-    this one."""
+    """Return the total number of compute threads of all generation workers, which compute at the
+    same time as this worker."""
     options = spec.rollout.options if spec.rollout else None
     return options.n_generation_workers * options.generation_threads if options else 0
 

@@ -43,18 +43,19 @@ from realhf.trajectory.client.encoding import group_of
 logger = logging.getLogger(__name__)
 
 ROOM_TIMEOUT_S = 60.0
-"""Seconds that one request for room at the server may wait."""
+"""Seconds that one request to the server may wait until the queue has room."""
 WARN_EVERY_S = 10.0
 """Minimum interval in seconds between warnings about failed rounds."""
 
 
 class AllEpisodesFailed(RuntimeError):
-    """All episodes of a round failed; the message is the failure of the first one."""
+    """Raised when all episodes of a round failed. The message is the failure of the first
+    episode."""
 
 
 class PolicyEpisodes:
-    """Episodes of a policy on tasks of a curriculum, in a pool of sessions. Use it as a context
-    manager."""
+    """Player of a policy's episodes on tasks that a curriculum draws, with a pool of sessions. Use
+    it as a context manager."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -86,10 +87,10 @@ class PolicyEpisodes:
         self._player.close()
 
     def play(self, count: int) -> list[Mapping[str, Any]]:
-        """Play a group of episodes for each of ``count`` tasks and return the groups, in the
+        """Play a group of episodes for each of ``count`` tasks, and return the groups in the
         server's format.
 
-        Tasks whose episodes all failed are left out. Raises AllEpisodesFailed if that leaves none.
+        Tasks whose episodes all failed are omitted. Raises AllEpisodesFailed if no task remains.
         """
         items = self._tasks.next_batch(count)
         size = self._options.group_size
@@ -134,13 +135,13 @@ class Producer:
         self._play = play
         self._options = options
         self._failing_since: float | None = None
-        """Start of the first of the failed rounds in a row, in seconds of ``process_clock``; None
-        after a success."""
+        """When the current series of failed rounds began (process_clock.now); None if the last
+        round succeeded."""
         self._warned_at = -WARN_EVERY_S
 
     def run(self) -> int:
-        """Play until ``groups`` are pushed (0: until the run has enough). Returns the number of
-        pushed groups.
+        """Play until the number ``groups`` of groups is pushed or, if that option is 0, until the
+        run has enough. Returns the number of pushed groups.
 
         Raises TrajectoryError, and RuntimeError if all episodes have failed for ``patience_s``
         seconds.
@@ -167,10 +168,10 @@ class Producer:
         return pushed
 
     def _play_round(self, count: int) -> list[Mapping[str, Any]]:
-        """Play a round; return [] if all its episodes failed, as while the environment's server is
-        away.
+        """Play a round of ``count`` tasks and return their groups. Return [] if all episodes
+        failed, for example because the environment's server is away.
 
-        Raises RuntimeError if that has lasted for ``patience_s`` seconds.
+        Raises RuntimeError if rounds have failed for ``patience_s`` seconds.
         """
         started_at = process_clock.now()
         try:
@@ -202,10 +203,10 @@ class Producer:
         )
 
     def _choose_count(self, pace: Pace, pushed: int) -> int:
-        """Return the number of groups of the next round.
+        """Return the number of groups to play in the next round.
 
-        At least one; otherwise at most what the sessions play at once, what is left to push, and
-        the server's pace.
+        It is limited by the number of groups that the sessions can play at once, the number that
+        remains to be pushed, and the server's pace, but is at least 1.
         """
         at_once = max(1, self._options.sessions // self._options.group_size)
         remaining = self._options.groups - pushed if self._options.groups else at_once
@@ -225,7 +226,7 @@ def _build_result(item: SourceItem, outcomes: Sequence[RolloutOutcome]) -> Sampl
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the producer's flags."""
+    """Return a parser for the producer's flags."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

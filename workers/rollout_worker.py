@@ -42,20 +42,22 @@ from realhf.transport.sockets import raise_descriptor_limit
 from workers.worker_main import run_planned, worker_network
 
 DRAIN_S = 30.0
-"""Seconds that the trainer has to take the last samples at the end of the run."""
+"""Seconds within which the trainer must receive the last samples at the end of the run."""
 WATCH_S = 5.0
 """Interval in seconds at which the event loop is checked for blocking calls."""
 _log = logging.getLogger(__name__)
 
 
 class RolloutWorker:
-    """Process that registers with the master and plays episodes on the call ``play``.
+    """Process that registers with the master and plays episodes after it has received the call
+    ``play``.
 
     The main thread serves the master; another thread runs the event loop of all episodes.
 
     The rollout loop
       produces: finished samples, and results of evaluation shares;
-      waits for: leases from the master, tokens, commands of the environment, and room in the stream;
+      waits for: leases from the master, tokens, commands of the environment, and room in the
+      stream;
       unblocked by: their answers, each with a deadline; an empty lease ends the loop.
     """
 
@@ -108,7 +110,7 @@ class RolloutWorker:
             raise self._failure
 
     def _watch(self, watch: LoopWatch) -> None:
-        """Stop the worker if an environment or an agent blocks its event loop for longer than the
+        """Stop the worker if an environment or an agent blocks the event loop for longer than the
         message timeout."""
         limit_s = self._spec.episodes.message_timeout_s
         while True:
@@ -236,8 +238,8 @@ class RolloutWorker:
         )
 
     def _env_address(self, number: int) -> str:
-        """Return the URL of the environment service of a player, with the token and certificate of
-        the run; "" if there is no service."""
+        """Return the URL of the environment service for the player ``number``, with the run's token
+        and certificate; "" if there is no service."""
         urls = self._env_urls
         keys = self._network.keys
         url = self._network.add_token(urls[number % len(urls)]) if urls else ""
@@ -248,7 +250,7 @@ class RolloutWorker:
             info.endpoints["env"] for _, info in sorted(roster.items()) if "env" in info.endpoints
         )
         if urls and self._env_urls:
-            self._env_urls = urls  # a service whose host was lost is restarted elsewhere
+            self._env_urls = urls  # a service whose host was lost gets a new address
         workers = _generation_workers(roster)
         self._loop.call_soon_threadsafe(
             lambda: self._generation and self._generation.update(workers)
@@ -274,7 +276,7 @@ def main() -> int:
             raise ValueError(f"experiment {plan.spec.name} has no rollout workers")
         collect_garbage_normally()
         block_exit_in_threads()  # a sys.exit in an episode's thread must be an error, not the end of the process
-        raise_descriptor_limit()  # to every rank of the trainer, among others
+        raise_descriptor_limit()  # for example to every rank of the trainer
         network = worker_network(plan, args)
         RolloutWorker(plan, plan.spec.rollout, args.index, args.run_id, args.master, network).run()
 

@@ -30,14 +30,14 @@ from workers.worker_main import add_key_file, follow_master, parse_index, read_k
 
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
-"""Seconds that the server has to start."""
+"""Seconds within which the server must start."""
 STOP_TIMEOUT_S = 40.0
-"""Seconds that the server has to stop. Longer than the time after which it abandons a store that
-hangs."""
+"""Seconds within which the server must stop. This is longer than the time after which the server
+abandons a store that hangs."""
 BACKLOG = 2048
-"""Connections that may wait to be accepted."""
+"""Maximum number of connections that wait to be accepted."""
 REACHED_AT = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Local address of a server that listens on all addresses."""
+"""Local address at which a server is reached that listens on all addresses."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the server's flags and of those that a launcher passes."""
+    """Return a parser for the server's flags and for the flags that a launcher passes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def start(arguments: argparse.Namespace) -> None:
-    """Serve with these flags. In a run with keys, listen on the network and require the run's
+    """Serve with the parsed flags. In a run with keys, listen on the network and require the run's
     token.
 
     Raises SettingError, ValueError for a name without a number, and the errors of ``serve``.
@@ -81,9 +81,9 @@ def start(arguments: argparse.Namespace) -> None:
 
 
 def serve(config: TrajectoryConfig, arguments: argparse.Namespace, network: Network) -> None:
-    """Serve in a thread, and follow the master in this one.
+    """Run the server in another thread, and follow the master in this one.
 
-    Raises RuntimeError (port in use, the store does not open) or MasterLost.
+    Raises RuntimeError (port in use, or the store cannot be opened) or MasterLost.
     """
     from realhf.trajectory.http.server import create_app
 
@@ -115,7 +115,8 @@ def serve(config: TrajectoryConfig, arguments: argparse.Namespace, network: Netw
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a bound, listening socket. Raises RuntimeError, which names the flag."""
+    """Return a listening socket. Raises RuntimeError, which names the flag, if the address cannot
+    be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -132,5 +133,5 @@ def _wait_until_started(server: uvicorn.Server, thread: threading.Thread) -> Non
 
 
 if __name__ == "__main__":
-    # exits at once: a server thread that never stops must not run during interpreter shutdown
+    # Exit immediately: a server thread that never stops must not run during interpreter shutdown.
     exit_process(main())

@@ -1,4 +1,4 @@
-"""Start-up of the worker processes: command line, plan of the run, plugins, network and
+"""Start-up code that all worker processes share: command line, the run's plan, plugins, network and
 registration."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from realhf.transport.network import LOOPBACK, Network, RunKeys
 from realhf.transport.rpc_worker import RpcWorker
 
 _CHATTY = ("httpx", "httpx2")
-"""Libraries that log a line about every request; their level is raised to WARNING."""
+"""Libraries that log a line for every request. Their log level is raised to WARNING."""
 
 
 def add_key_file(parser: Any) -> None:
@@ -30,15 +30,16 @@ def add_key_file(parser: Any) -> None:
 
 
 def read_keys(file: Path | None) -> RunKeys | None:
-    """Return the keys in a file; None without a file. Raises NetworkError, which names the file."""
+    """Read the run's keys from a file; return None if ``file`` is None. Raises NetworkError, which
+    names the file."""
     return RunKeys.read(file) if file is not None else None
 
 
 def server_network(master: str, keys: RunKeys | None) -> Network:
-    """Return the network of a server that is in no plan.
+    """Return the network of a server that is not part of a plan.
 
-    It listens on the address from which it reaches the master at ``master``, or on the loopback
-    without a master or without keys.
+    The server listens on the address from which it reaches the master at ``master``. Without a
+    master or without keys it listens on the loopback interface.
     """
     return (
         Network.for_worker(NetworkConfig(), keys, master)
@@ -63,11 +64,11 @@ def follow_master(
     arguments: argparse.Namespace,
     network: Network,
 ) -> None:
-    """Register the server at ``url`` with the master and serve until the master says goodbye or the
-    server ends.
+    """Register the server at ``url`` with the master, and serve until the master says goodbye or
+    the server ends.
 
-    ``wait_until_ended()`` must block until the server has ended. Raises ValueError for a name without a
-    number, and MasterLost.
+    ``wait_until_ended()`` must block until the server has ended. Raises ValueError for a worker
+    name without a number, and MasterLost.
     """
     worker = RpcWorker(
         arguments.name,
@@ -86,8 +87,8 @@ def follow_master(
 
 
 def worker_network(plan: RunPlan, arguments: argparse.Namespace) -> Network:
-    """Return the network of a worker. Raises NetworkError without needed keys or a route to the
-    master."""
+    """Return the network of a worker. Raises NetworkError if required keys are missing or there is
+    no route to the master."""
     return Network.for_worker(plan.network, read_keys(arguments.key_file), arguments.master)
 
 
@@ -96,11 +97,11 @@ def run_planned(
     work: Callable[[RunPlan, argparse.Namespace], None],
     add_flags: Callable[[argparse.ArgumentParser], None] | None = None,
 ) -> int:
-    """Parse the command line of a worker, load the plan and its plugins, and run ``work(plan,
+    """Parse a worker's command line, load the plan and its plugins, and run ``work(plan,
     arguments)``.
 
-    ``description`` is the text for ``--help``; ``add_flags(parser)`` may add flags. Returns the exit
-    code.
+    ``description`` is the text for ``--help``; ``add_flags(parser)`` may add flags. Returns the
+    exit code.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter

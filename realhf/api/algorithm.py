@@ -1,9 +1,10 @@
 """User-defined policy-gradient algorithms in one file: advantage, loss, options and preset.
 
-    python -m realhf.launch experiment=grpo env=countdown ppo.algo=FILE.py:NAME algorithm.OPTION=VALUE
+    python -m realhf.launch experiment=grpo env=countdown ppo.algo=FILE.py:NAME
+    algorithm.OPTION=VALUE
 
-``NAME`` is an ``Algorithm``. Every process that computes with it imports the file by its reference;
-no other file needs to change (docs/extend/algorithm.md).
+``NAME`` is an ``Algorithm`` in that file. Every process that computes with the algorithm imports
+the file; no other file needs to change (docs/extend/algorithm.md).
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from realhf.base.text import suggest_names
 
 T = TypeVar("T")
 CLIP_OPTIONS = ("eps_clip", "eps_clip_higher", "c_clip", "ratio")
-"""Options of the section ppo that only some losses read."""
+"""Options of the section ``ppo`` that only some losses read."""
 LOSS = "loss"
-"""Option of the section ppo that names the loss."""
+"""Option of the section ``ppo`` that names the loss."""
 ADVANTAGES = "adv_estimator"
-"""Option of the section ppo that names the advantage estimator."""
+"""Option of the section ``ppo`` that names the advantage estimator."""
 DECLARED_CLIP_OPTIONS = "clip_options"
-"""Attribute of a registered loss function: those of ``CLIP_OPTIONS`` that it reads."""
+"""Attribute of a registered loss function with the options in ``CLIP_OPTIONS`` that it reads."""
 _ARGUMENTS = {"loss": ("terms", "ppo", "own"), "advantages": ("scores", "valid", "group", "own")}
-"""Arguments of the functions of an algorithm."""
+"""Argument names of an algorithm's functions, for error messages."""
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm; whatever it does not define is that of GRPO.
+    """A policy-gradient algorithm. Everything that it does not define is taken from GRPO.
 
     ``loss(terms, ppo, own)`` returns the ``TokenLoss`` of ``LossTerms`` under the resolved options
     ``ppo`` of ``realhf.algorithms``. ``advantages(scores, valid, group, own)`` takes f32 (n,), bool
@@ -44,18 +45,18 @@ class Algorithm:
     """
 
     preset: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of options of the section ``ppo``, as ``ppo.algo=grpo`` sets them."""
+    """Default values of options in the section ``ppo``, like those that ``ppo.algo=grpo`` sets."""
     loss: Callable[[Any, Any, Any], Any] | None = None
-    """Loss function; None: the loss that ``ppo.loss`` names."""
+    """Loss function; None to use the loss that ``ppo.loss`` names."""
     advantages: Callable[[Any, Any, Any, Any], Any] | None = None
-    """Advantage function; None: the estimator that ``ppo.adv_estimator`` names."""
+    """Advantage function; None to use the estimator that ``ppo.adv_estimator`` names."""
     options: type[Any] | None = None
-    """Dataclass of ``option`` fields with the algorithm's own options, which form the section
+    """Dataclass with the algorithm's own options as ``option`` fields. They form the section
     ``algorithm``."""
     clip_options: tuple[str, ...] = ()
-    """Those of ``CLIP_OPTIONS`` that the loss reads; setting another one is an error."""
+    """Options in ``CLIP_OPTIONS`` that the loss reads. Setting any other one is an error."""
     compares: bool = True
-    """Whether the advantages need groups of at least two rollouts."""
+    """Whether the advantages compare rollouts, so that groups need at least two of them."""
 
     def __post_init__(self) -> None:
         for name, value in ((LOSS, self.loss), (ADVANTAGES, self.advantages)):
@@ -91,8 +92,8 @@ class Algorithm:
             ) from None
 
     def defaults(self, reference: str) -> Mapping[str, Any]:
-        """Return the preset, with the algorithm's ``reference`` as the name of its own loss and
-        advantages."""
+        """Return the preset. If the algorithm defines a loss or advantages, the options that name
+        these contain the algorithm's ``reference``."""
         own = {LOSS: self.loss, ADVANTAGES: self.advantages}
         return {
             **self.preset,
@@ -100,11 +101,11 @@ class Algorithm:
         }
 
     def read_options(self, section: Any) -> Any:
-        """Return an instance of ``options`` with the values of ``section``; None if there are no
-        options.
+        """Return an instance of ``options`` with the values of ``section``; None if the algorithm
+        has no options.
 
-        section: a section or a mapping; None: the defaults. Raises ValueError that names an unknown
-        or invalid option.
+        section: a dataclass or a mapping; None for the defaults. Raises ValueError that names an
+        unknown or invalid option.
         """
         if self.options is None:
             return None
@@ -136,7 +137,7 @@ def reads_clip_options(*names: str) -> Callable[[T], T]:
         )
 
     def declare(loss: T) -> T:
-        """Note the names on ``loss`` and return it."""
+        """Store the names in an attribute of ``loss`` and return ``loss``."""
         setattr(loss, DECLARED_CLIP_OPTIONS, names)
         return loss
 
@@ -144,7 +145,7 @@ def reads_clip_options(*names: str) -> Callable[[T], T]:
 
 
 def _accepts_arguments(function: Any, arguments: int) -> bool:
-    """Return whether something can be called with this number of positional arguments."""
+    """Return whether ``function`` can be called with this number of positional arguments."""
     if not callable(function):
         return False
     try:
@@ -155,12 +156,13 @@ def _accepts_arguments(function: Any, arguments: int) -> bool:
 
 
 def is_user_algorithm(algo: str) -> bool:
-    """Return whether ``ppo.algo`` refers to a user's algorithm rather than a preset."""
+    """Return whether the value ``algo`` of ``ppo.algo`` refers to a user's algorithm instead of a
+    preset."""
     return bool(split_reference(algo).place)
 
 
 def load_algorithm(reference: str) -> Algorithm:
-    """Return the algorithm of a reference ``file.py:Name`` or ``package.module:Name``.
+    """Import and return the algorithm that ``file.py:Name`` or ``package.module:Name`` refers to.
 
     Raises ValueError with one sentence that says what is wrong and where.
     """

@@ -1,5 +1,5 @@
-"""All requests and answers between the processes of a run, including leases and arrivals of
-streamed samples (docs/reference/dataflow.md 6, 9).
+"""Message types of all requests and answers between the processes of a run, including the leases
+and arrivals of streamed samples (docs/reference/dataflow.md 6, 9).
 
 The master calls workers (``transport/rpc``); rollout workers and the trainer call the master, and
 rollout workers call generation workers (``transport/service``). All processes of a run have the
@@ -18,19 +18,20 @@ from realhf.api.generation import HeldTensor, WeightsManifest
 from realhf.base.messages import Call, Message
 
 ENV_ERROR = "env_error"
-"""Outcome of a failed attempt: the environment failed."""
+"""Outcome of a failed rollout attempt: the environment failed."""
 ENGINE_ERROR = "engine_error"
-"""Outcome of a failed attempt: generation failed."""
+"""Outcome of a failed rollout attempt: generation failed."""
 AGENT_ERROR = "agent_error"
-"""Outcome of a failed attempt: the agent's code failed."""
+"""Outcome of a failed rollout attempt: the agent's code failed."""
 TIMEOUT = "timeout"
-"""Outcome of a failed attempt: the deadline passed."""
+"""Outcome of a failed rollout attempt: the deadline passed."""
 SAMPLE_REJECTED = "rejected"
-"""Outcome of a failed attempt: the sample cannot be trained on."""
+"""Outcome of a failed rollout attempt: the sample cannot be trained on."""
 
 
 class RolloutLease(Message, frozen=True):
-    """A sample to be played, which the master has admitted and assigned to one rollout worker.
+    """A sample whose rollouts are to be played, which the master has admitted and assigned to one
+    rollout worker.
 
     ``(id, attempt)`` is the idempotency key.
     """
@@ -38,17 +39,17 @@ class RolloutLease(Message, frozen=True):
     id: str
     """Id of the sample."""
     attempt: int
-    """Number of the attempt at this sample."""
+    """Number of this attempt at playing the sample."""
     order: int
-    """Number of the admission."""
+    """Position of the sample in the order of admission."""
     version: int
     """Policy version at admission."""
     deadline_s: float
-    """Seconds that the worker has."""
+    """Seconds that the worker has to finish."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Metadata of the source's item."""
+    """Metadata of the ``SourceItem``."""
     values: dict[str, list[int]] = field(default_factory=dict)
-    """Integers of the source's item, by key."""
+    """Integer sequences of the ``SourceItem``, by key."""
 
 
 class EvaluationPart(Message, frozen=True):
@@ -77,7 +78,7 @@ class EvaluationPart(Message, frozen=True):
     templates: int
     """Maximum number of templates."""
     deadline_s: float
-    """Seconds that the worker has."""
+    """Seconds that the worker has to finish."""
 
 
 PayloadRef = list[int]
@@ -95,12 +96,13 @@ ACCEPTED = "accepted"
 DUPLICATE = "duplicate"
 """Answer to an arrival: this attempt was already accepted through the same receiver."""
 REFUSED = "refused"
-"""Answer to an arrival: another attempt counts, or none, or this one was accepted through another
-receiver."""
+"""Answer to an arrival: the sample is not wanted any more, another attempt was accepted, or this
+attempt was accepted through another receiver."""
 
 
 class Arrival(Message, frozen=True):
-    """A sample that was received and stored durably, or an unusable one (``error``)."""
+    """A sample that a trainer rank has received and stored durably, or an unusable one
+    (``error``)."""
 
     id: str
     """Id of the sample."""
@@ -109,56 +111,59 @@ class Arrival(Message, frozen=True):
     producer: str
     """Rollout worker that sent it."""
     ref: PayloadRef = field(default_factory=list)
-    """Location of the payload; empty if unusable."""
+    """Location of the payload; empty if the sample is unusable."""
     meta: list[bytes] = field(default_factory=list)
-    """Encoded sample without tensors; empty if unusable."""
+    """Encoded sample without tensors; empty if the sample is unusable."""
     error: str = ""
-    """Why the sample is unusable; "" if it is not."""
+    """Why the sample is unusable; "" if it is usable."""
 
 
 def check_answers(arrivals: Sequence[Arrival], answers: Sequence[str]) -> list[str]:
-    """Return the answers. Raises ValueError unless there is one valid answer for each arrival."""
+    """Return ``answers`` as a list. Raises ValueError unless there is one valid answer for each
+    arrival."""
     if len(answers) != len(arrivals) or not set(answers) <= {ACCEPTED, DUPLICATE, REFUSED}:
         raise ValueError(f"{len(arrivals)} arrivals were answered with {list(answers)!r:.200}")
     return list(answers)
 
 
 Endpoints = dict[str, list[str]]
-"""Kind of service -> addresses."""
+"""Addresses of services by kind."""
 
 
 class Nothing(Message, frozen=True):
-    """A request or an answer without content."""
+    """A request or an answer without fields."""
 
 
 # ---- master to model worker: the graph
 
 
 class InitializeRequest(Message, frozen=True):
-    """Request to load models."""
+    """Request to a model worker to load its models."""
 
     world: str = ""
-    """Rendezvous address of the workers that compute together; "" if none do."""
+    """Rendezvous address of the workers that compute together; "" if each computes alone."""
     token: str = ""
-    """Token by which they authenticate each other there; "" if none do."""
+    """Token with which these workers authenticate each other at the rendezvous; "" if each computes
+    alone."""
 
 
 class OpenWorldRequest(Message, frozen=True):
-    """Request to serve the rendezvous of the workers that compute together."""
+    """Request to a model worker to serve the rendezvous of the workers that compute together."""
 
     several_hosts: bool = False
-    """Whether some of them are on other hosts."""
+    """Whether some of these workers are on other hosts."""
 
 
 class OpenWorldAnswer(Message, frozen=True):
-    """Rendezvous of the workers that compute together."""
+    """Address of the rendezvous that the worker serves."""
 
     address: str
     """host:port."""
 
 
 class GroupPart(Message, frozen=True):
-    """One rank's part in a group call, in which all ranks of a role get the whole batch."""
+    """Identity of one rank in a group call, which all ranks of a role execute together on the same
+    whole batch."""
 
     no: Annotated[int, Meta(ge=1)]
     """Number of the group call, the same for all ranks."""
@@ -169,25 +174,25 @@ class GroupPart(Message, frozen=True):
 
 
 class GatherRequest(Message, frozen=True):
-    """Request to gather the sharded weights of ``role`` for work that ranks do alone next."""
+    """Request to gather the sharded weights of ``role``, for work that ranks do separately next."""
 
     role: str
     """Model role."""
     group: GroupPart
-    """Part of this worker in the group."""
+    """This worker's rank in the group call."""
     everywhere: bool
     """Whether every rank needs the weights, or only rank 0."""
 
 
 class AbortRequest(Message, frozen=True):
-    """Request to abort what this worker computes together with others."""
+    """Request to abort the computation in which this worker takes part with other ranks."""
 
     reason: str
-    """Text for the error of the aborted computation."""
+    """Reason, for the error message of the aborted computation."""
 
 
 class FetchPart(Message, frozen=True):
-    """Inputs that another worker stores."""
+    """Call inputs to fetch from another worker, which stores them."""
 
     endpoint: str
     """Address of that worker."""
@@ -200,13 +205,13 @@ class FetchPart(Message, frozen=True):
 class CallRequest(Message, frozen=True):
     """Request to run the model function call ``mfc`` on samples.
 
-    Inputs come from the worker's own store and from ``fetches``.
+    Its inputs are in the worker's own store or are fetched from other workers (``fetches``).
     """
 
     mfc: str
     """Name of the model function call."""
     role: str
-    """Model role that it runs on."""
+    """Model role that the call runs on."""
     ids: list[str]
     """Ids of the samples."""
     keys: list[str]
@@ -214,7 +219,7 @@ class CallRequest(Message, frozen=True):
     metadata: dict[str, list[Any]]
     """Metadata columns of the samples."""
     fetches: list[FetchPart]
-    """Inputs that other workers store."""
+    """Inputs to fetch from other workers."""
     step: int
     """Train step."""
     seed: int
@@ -222,7 +227,7 @@ class CallRequest(Message, frozen=True):
     endpoints: Endpoints
     """Addresses of the services that the call may use."""
     group: GroupPart | None = None
-    """Part in a group call with other ranks, of which only rank 0 stores the outputs; None if the
+    """This worker's rank in a group call, of which only rank 0 stores the outputs; None if the
     worker computes alone."""
 
 
@@ -230,7 +235,7 @@ class CallAnswer(Message, frozen=True):
     """Result of a model function call."""
 
     meta: list[bytes] | None
-    """Frames of the outputs without tensors; None if the call has no outputs."""
+    """Encoded output sample without tensors; None if the call has no outputs."""
     stats: dict[str, Any]
     """Statistics of the call."""
     compute_s: float
@@ -240,13 +245,13 @@ class CallAnswer(Message, frozen=True):
 
 
 class LoadRequest(Message, frozen=True):
-    """Request to store the integers that the source drew, and what the dataset provides for
-    ``metadata``."""
+    """Request to store the integer sequences of samples from the source, and the tensors that the
+    dataset provides for their ``metadata``."""
 
     ids: list[str]
     """Ids of the samples."""
     values: dict[str, list[list[int]]]
-    """Integers by key, one row per id."""
+    """Integer sequences by key, one per id."""
     metadata: dict[str, list[Any]]
     """Metadata columns of the samples."""
 
@@ -255,18 +260,18 @@ class LoadAnswer(Message, frozen=True):
     """Result of a ``LoadRequest``."""
 
     meta: list[bytes] | None
-    """Frames of what the dataset stored, without tensors; None without a dataset."""
+    """Encoded sample from the dataset without tensors; None if there is no dataset."""
 
 
 class ClearRequest(Message, frozen=True):
-    """Request to free everything stored for these samples."""
+    """Request to free all tensors stored for these samples."""
 
     ids: list[str]
     """Ids of the samples."""
 
 
 class HeldAnswer(Message, frozen=True):
-    """Contents of a model worker's store, and the worker's roles."""
+    """Size of a model worker's store, and the worker's roles."""
 
     nbytes: int
     """Bytes of the stored tensors."""
@@ -284,32 +289,32 @@ CALL = Call("call", CallRequest, CallAnswer)
 LOAD = Call("load", LoadRequest, LoadAnswer)
 CLEAR = Call("clear", ClearRequest, Nothing)
 HELD = Call("stats", Nothing, HeldAnswer)
-"""Report what the worker's store holds."""
+"""Report the size of the worker's store and the worker's roles."""
 
 
 # ---- master to model worker: outside of the graph
 
 
 class Probe(Message, frozen=True):
-    """What an engine sampled after a fixed prefix."""
+    """Tokens that an engine sampled after a fixed prefix, for checking a weight update."""
 
     token_ids: list[int]
-    """The whole sequence, prefix included."""
+    """Token ids of the whole sequence, prefix included."""
     logprobs: list[float]
-    """Log-probabilities of the last tokens."""
+    """Log-probabilities of the sampled tokens, which are the last ones."""
 
 
 class ProgressAnswer(Message, frozen=True):
-    """Progress of the call that runs, or ran last."""
+    """Progress of the current or last call."""
 
     over: int
     """Number of finished episodes."""
     wanted: int
-    """Number of episodes in total; 0 if the call plays none."""
+    """Total number of episodes; 0 if the call plays none."""
 
 
 class EvaluateRequest(Message, frozen=True):
-    """Request to evaluate a role by an interface."""
+    """Request to evaluate a role with the method ``evaluate`` of an interface."""
 
     role: str
     """Model role to evaluate."""
@@ -318,7 +323,7 @@ class EvaluateRequest(Message, frozen=True):
     interface_args: dict[str, Any]
     """Arguments of the interface's constructor."""
     args: dict[str, Any]
-    """Arguments of the evaluation."""
+    """Arguments of that method."""
     step: int
     """Train step."""
     seed: int
@@ -328,22 +333,22 @@ class EvaluateRequest(Message, frozen=True):
 
 
 class EvaluateAnswer(Message, frozen=True):
-    """Statistics that the interface reports."""
+    """Statistics that the interface has returned."""
 
     stats: dict[str, Any]
 
 
 class CheckpointRequest(Message, frozen=True):
-    """Request to write or read the state of roles and interfaces."""
+    """Request to write or read checkpoints of roles and interfaces."""
 
     roles: dict[str, str]
-    """Folder of each role, shared by all ranks of the role."""
+    """Checkpoint folder of each role, shared by all ranks of the role."""
     folder: str
-    """Folder of the state of all interfaces."""
+    """Folder for the state of all interfaces."""
 
 
 class SavedFile(Message, frozen=True, array_like=True):
-    """A file that a worker wrote and flushed to the disk."""
+    """A file that a worker has written and flushed to disk."""
 
     path: str
     size: int
@@ -353,13 +358,13 @@ class SavedFile(Message, frozen=True, array_like=True):
 
 
 class SaveAnswer(Message, frozen=True):
-    """All files that this worker wrote."""
+    """All files that this worker has written."""
 
     files: list[SavedFile]
 
 
 class ExportRequest(Message, frozen=True):
-    """Request to write a role in Hugging Face format into ``folder``."""
+    """Request to export a role in Hugging Face format into ``folder``."""
 
     role: str
     """Model role."""
@@ -367,40 +372,40 @@ class ExportRequest(Message, frozen=True):
 
 
 class KeepExportRequest(Message, frozen=True):
-    """Request to replace ``target`` by the exported ``folder``."""
+    """Request to replace the folder ``target`` by the exported ``folder``."""
 
     folder: str
     """Exported folder."""
     target: str
     """Folder to replace."""
     held_out: str
-    """JSON text that is added to the folder as a file."""
+    """JSON text of the held-out results, which is added to the folder as a file."""
 
 
 class PublishWeightsRequest(Message, frozen=True):
-    """Request to make the weights of ``role`` available to generation."""
+    """Request to publish the weights of ``role`` for generation workers."""
 
     role: str
     """Model role."""
     version: int
-    """Policy version that the weights must have."""
+    """Policy version that the trainer's weights must have."""
     trial: int = 0
     """Step of a self-test: ``TRIAL_CHANGE`` changes the weights before publishing them,
     ``TRIAL_RESTORE`` changes them back; 0 outside of a self-test."""
     probes: list[Probe] = field(default_factory=list)
-    """Sequences to score in ``TRIAL_RESTORE``."""
+    """Sequences to score in the step ``TRIAL_RESTORE``."""
 
 
 class PublishWeightsAnswer(Message, frozen=True):
-    """Published weights, and results of ``TRIAL_RESTORE``.
+    """Description of the published weights, and results of the step ``TRIAL_RESTORE``.
 
-    ``changed`` and ``restored`` contain, for each probe, the log-probabilities of the sampled
-    tokens by the trainer's own forward pass. They are empty if the change did not reach the
-    trainer's model, for example because ``weights`` returns copies.
+    ``changed`` and ``restored`` contain, for each probe, the log-probabilities of its sampled
+    tokens in the trainer's own forward pass. They are empty if the change did not affect the
+    trainer's model, for example because its ``weights`` method returns copies.
     """
 
     manifest: WeightsManifest
-    """How to get the weights."""
+    """Description of the weights and how to get them."""
     changed: list[list[float]] = field(default_factory=list)
     """Log-probabilities under the changed weights."""
     restored: list[list[float]] = field(default_factory=list)
@@ -412,7 +417,7 @@ TRIAL_CHANGE = 1
 TRIAL_RESTORE = 2
 """Second step of a self-test of weight updates: restore the weights."""
 PROGRESS = Call("progress", Nothing, ProgressAnswer)
-"""Report the progress of the call that runs, or ran last."""
+"""Report the progress of the current or last call."""
 EVALUATE = Call("evaluate", EvaluateRequest, EvaluateAnswer)
 SAVE = Call("save", CheckpointRequest, SaveAnswer)
 RESTORE = Call("restore", CheckpointRequest, Nothing)
@@ -427,12 +432,12 @@ PUBLISH_WEIGHTS = Call("publish_weights", PublishWeightsRequest, PublishWeightsA
 
 
 class OpenStreamRequest(Message, frozen=True):
-    """Request to listen for samples."""
+    """Request to a trainer rank to listen for samples from rollout workers."""
 
     control: str
     """Address of the master's service."""
     credits: int
-    """Maximum number of samples of one producer in flight."""
+    """Maximum number of samples in flight from one producer."""
     keys: list[str]
     """Keys that a sample must have."""
     group_size: int
@@ -442,36 +447,36 @@ class OpenStreamRequest(Message, frozen=True):
     max_tokens: int
     """Maximum number of tokens in a sample."""
     rank: int = 0
-    """Number of this receiver among those of the trainer."""
+    """Trainer rank of this receiver."""
 
 
 class OpenStreamAnswer(Message, frozen=True):
-    """Address to which producers connect."""
+    """Address to which rollout workers connect."""
 
     endpoint: str
-    """Address."""
+    """The receiver's address."""
 
 
 class RestoreStreamRequest(Message, frozen=True):
-    """Request to load logged samples into the store."""
+    """Request to load samples from the payload log into the worker's store."""
 
     items: list[tuple[str, int, PayloadRef]]
-    """(id, attempt, location of the payload)."""
+    """(id, attempt, location of the payload) of each sample."""
 
 
 class RestoreStreamAnswer(Message, frozen=True):
-    """One arrival per item, in the same order."""
+    """Restored samples: one arrival per requested item, in the same order."""
 
     arrivals: list[Arrival]
 
 
 class PruneStreamRequest(Message, frozen=True):
-    """Request to delete payloads that are no longer needed."""
+    """Request to delete payloads that are no longer needed from the log."""
 
     alive: list[PayloadRef]
-    """Payloads that a recovery may need."""
+    """Payloads that a recovery may still need."""
     newest: PayloadRef | None
-    """Last payload of this receiver that was accepted."""
+    """The last payload accepted through this receiver, or None."""
     ranks: int = 1
     """Number of receivers."""
 
@@ -480,7 +485,7 @@ STREAM_OPEN = Call("stream_open", OpenStreamRequest, OpenStreamAnswer)
 STREAM_RESTORE = Call("stream_restore", RestoreStreamRequest, RestoreStreamAnswer)
 STREAM_PRUNE = Call("stream_prune", PruneStreamRequest, Nothing)
 STREAM_CHECK = Call("stream_check", Nothing, Nothing)
-"""Fail if the worker cannot receive samples any more."""
+"""Raise an error if the worker cannot receive samples any more."""
 
 
 # ---- master to rollout and generation workers
@@ -490,7 +495,7 @@ class PlayRequest(Message, frozen=True):
     """Request to start playing samples."""
 
     control: str
-    """Address of the service that allocates samples."""
+    """Address of the master's service, which allocates samples."""
     streams: list[str]
     """Addresses of the receivers; each sample is sent to one of them."""
     env: list[str]
@@ -498,17 +503,17 @@ class PlayRequest(Message, frozen=True):
 
 
 class UpdateWeightsRequest(Message, frozen=True):
-    """Request to load new weights between two tokens."""
+    """Request to a generation worker to load new weights between two tokens."""
 
     manifest: WeightsManifest
     """The new weights and how to get them."""
 
 
 class ChangedTensor(Message, frozen=True, array_like=True):
-    """A tensor that an engine changed or lost without an update."""
+    """A tensor that has changed or disappeared in an engine since the last weight update."""
 
     name: str
-    """Name in the manifest."""
+    """Name of the tensor in the manifest."""
     before: str
     """Digest after the previous update."""
     now: str
@@ -525,30 +530,31 @@ class UpdateWeightsAnswer(Message, frozen=True):
     weight_digest_ms: float = 0.0
     """Time for computing digests."""
     held: dict[str, HeldTensor] | None = None
-    """What the engine holds now, by the names of the manifest; None if it cannot report it."""
+    """The engine's tensors now, by their names in the manifest; None if the engine cannot report
+    them."""
     changed: list[ChangedTensor] = field(default_factory=list)
-    """Tensors that differed before this update from their state after the previous one."""
+    """Tensors that changed between the previous update and this one."""
 
 
 class PinAnswer(Message, frozen=True):
-    """Result of pinning the weights in use."""
+    """Result of pinning the current weights."""
 
     version: int
-    """Version of the weights in use."""
+    """Policy version of the current weights."""
     kept: bool
-    """Whether requests for this version are answered until ``unpin``, even after updates; if false,
-    only until the next update."""
+    """Whether the worker serves requests for this version until ``UNPIN_WEIGHTS``, even after
+    updates. If false, it does so only until the next update."""
 
 
 class StatusAnswer(Message, frozen=True):
     """Status of a generation worker."""
 
     at_s: float
-    """Time of the status by the worker's clock."""
+    """Time of the status on the worker's clock, in seconds."""
     busy_s: float
-    """Seconds of work since its start."""
+    """Seconds of computation since the worker's start."""
     generated_tokens: float
-    """Tokens generated since its start."""
+    """Tokens generated since the worker's start."""
     running: float
     """Number of running requests."""
     waiting: float
@@ -556,7 +562,7 @@ class StatusAnswer(Message, frozen=True):
 
 
 class ProbeRequest(Message, frozen=True):
-    """Request to sample after the fixed prefix."""
+    """Request to sample tokens after the fixed prefix; see ``Probe``."""
 
     last: bool
     """Whether this is the last probe, so that its cache need not be kept."""
@@ -566,9 +572,9 @@ PLAY = Call("play", PlayRequest, Nothing)
 UPDATE_WEIGHTS = Call("update_weights", UpdateWeightsRequest, UpdateWeightsAnswer)
 PROBE_WEIGHTS = Call("probe_weights", ProbeRequest, Probe)
 PIN_WEIGHTS = Call("pin_weights", Nothing, PinAnswer)
-"""Keep the weights in use for an evaluation."""
+"""Keep the current weights for an evaluation."""
 UNPIN_WEIGHTS = Call("unpin_weights", Nothing, Nothing)
-"""Release the weights that ``PIN_WEIGHTS`` kept."""
+"""Release the weights that ``PIN_WEIGHTS`` has kept."""
 STATUS = Call("status", Nothing, StatusAnswer)
 
 
@@ -588,13 +594,14 @@ class AllocateAnswer(Message, frozen=True):
     """Samples and evaluation shares to play."""
 
     leases: list[RolloutLease] | None
-    """None: no sample yet, ask again; []: stop, unless ``evaluation`` has shares."""
+    """Samples to play. None: no sample is available yet, ask again. []: there are no more samples;
+    stop unless ``evaluation`` has shares."""
     evaluation: list[EvaluationPart] = field(default_factory=list)
     """Shares of an evaluation to play."""
 
 
 class RejectedRequest(Message, frozen=True):
-    """Report that an attempt failed."""
+    """Report that a rollout attempt failed."""
 
     id: str
     """Id of the sample."""
@@ -607,7 +614,7 @@ class RejectedRequest(Message, frozen=True):
 
 
 class EvaluatedRequest(Message, frozen=True):
-    """Report that the share ``(evaluation, part, greedy)`` was played, or failed."""
+    """Report that the evaluation share ``(evaluation, part, greedy)`` was played or has failed."""
 
     evaluation: int
     part: int
@@ -615,7 +622,7 @@ class EvaluatedRequest(Message, frozen=True):
     results: list[EpisodeResult]
     """Results of the episodes of the share."""
     error: str = ""
-    """Why it failed; "" if it was played."""
+    """Why the share failed; "" if it was played."""
 
 
 class ArrivedRequest(Message, frozen=True):
@@ -644,10 +651,10 @@ ARRIVED = Call("arrived", ArrivedRequest, ArrivedAnswer)
 
 
 class GenerateRequest(Message, frozen=True, array_like=True):
-    """A client's ``GenRequest``, with slots numbered from 0 by the client."""
+    """A ``GenRequest`` of a rollout worker, which numbers its slots from 0."""
 
     slot: int
-    """Number of the slot at the client."""
+    """The rollout worker's slot number."""
     token_ids: list[Annotated[int, Meta(ge=0)]]
     sampled: int
     seed: int | None
@@ -657,7 +664,7 @@ class GenerateRequest(Message, frozen=True, array_like=True):
 
 
 class GenerateAnswer(Message, frozen=True, array_like=True):
-    """A ``GenOutput``."""
+    """A ``GenOutput`` as a message."""
 
     token_ids: list[int]
     logprobs: list[float]

@@ -1,14 +1,14 @@
-"""Conversion of conversations to token ids by the tokenizer's chat template, without re-tokenizing
-sampled text.
+"""Conversion of conversations to token ids with the tokenizer's chat template. Sampled text is
+never re-tokenized.
 
-A conversation grows by the ids of the template's text *around* the sampled ids, which are never
-rendered again. The text that follows a policy turn is found by rendering a conversation in which a
-marker replaces the policy's words. Results for repeated lists of messages are cached.
+A conversation is extended with the ids of the text that the template writes *around* the sampled
+ids. The text that follows a policy turn is found by rendering a conversation in which a marker
+replaces the policy's words. Results are cached by list of messages.
 
-Tokenizers read control words as control ids anywhere in a text. A file, a web page or a database
-row that contains them could end the environment's turn and continue as the policy, the user or the
-system. Therefore a space is inserted after the first character of such words, so that they are
-encoded as ordinary text. Other texts are not changed.
+Tokenizers encode control words as control ids anywhere in a string. So a file, a web page or a
+database row that contains them could end the environment's turn and continue as the policy, the
+user or the system. Therefore a space is inserted after the first character of such words, and they
+are encoded as ordinary text. Other text is not changed.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from realhf.api.tool_parser import (
 )
 
 _MARKER = "\u2e28policy-turn\u2e29"
-"""Text in place of the policy's words in a rendering."""
+"""String that takes the place of the policy's words in a test rendering."""
 _PROBE = "probe0of0message"
 """Content of messages in test renderings."""
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-"""Decoded text of bytes that are not a whole character."""
+"""Character to which bytes are decoded that do not form a complete character."""
 _BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
-"""A token of one byte, as tokenizers with byte fallback name it."""
+"""Name of a one-byte token in tokenizers with byte fallback."""
 _CACHED = 512
 """Number of entries of each cache."""
 _MAX_CACHED_BYTES = 1 << 15
-"""Maximum size of a cached conversation."""
+"""Maximum size of a cached conversation in bytes."""
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte that each letter represents in the tokens of a byte-level tokenizer.
+    """Return the byte that each character represents in the token names of a byte-level tokenizer.
 
-    Printable Latin-1 characters represent themselves; the letters from U+0100 on represent the
+    Printable Latin-1 characters represent themselves. The characters from U+0100 on represent the
     other bytes in ascending order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -66,24 +66,24 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class ChatTemplateError(ValueError):
-    """The tokenizer has no chat template, or its template cannot render the messages or drops some
-    of them."""
+    """Raised if the tokenizer has no chat template, or if its template cannot render the messages
+    or omits some of them."""
 
 
 class TemplateChat:
-    """Implementation of ``realhf.api.rollout.ChatFormat`` by a Hugging Face tokenizer.
+    """``realhf.api.rollout.ChatFormat`` that uses a Hugging Face tokenizer and its chat template.
 
     ``family`` is the syntax of the policy's tool calls (``tool_parser.FAMILIES``). Control words in
     messages and tools are converted to ordinary text (``find_control_words``). A turn ends with the
-    template's end of a turn, the tokenizer's end of a sequence, an id in the model's
+    template's end-of-turn token, the tokenizer's end-of-sequence token, an end token in the model's
     ``generation_config.json``, or one of ``stop_ids``.
 
-    system_prompt: precedes the conversations of ``first``. template_kwargs: variables of the
-    template for all renderings, such as ``enable_thinking``. tool_parser: the family; "auto": that
-    of the template.
+    system_prompt: system message of the conversations that ``first`` starts. template_kwargs:
+    template variables for all renderings, such as ``enable_thinking``. tool_parser: value of
+    ``family``; "auto" detects it from the template.
 
-    Raises ChatTemplateError, also for a variable that the template does not read, and for a
-    template that writes nothing at the end of a turn.
+    Raises ChatTemplateError, also for a variable that the template does not read and for a template
+    that writes nothing at the end of a turn.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class TemplateChat:
         self._inner_turn_end = self._find_inner_turn_end()
 
     def opening(self, messages: Messages, tools: Tools = ()) -> list[int]:
-        """Return the ids of the first messages that a policy reads, with the generation prompt.
+        """Return the ids of the conversation's first messages, followed by the generation prompt.
 
         tools: JSON schemas, which the template renders. No system prompt is added. Raises
         ChatTemplateError, also for tools if the template does not read them.
@@ -145,14 +145,14 @@ class TemplateChat:
     def following_messages(
         self, messages: Messages, *, ended: bool, tools: Tools = (), end: int | None = None
     ) -> list[int]:
-        """Return the ids between two policy turns: the end of the first, the messages of any roles,
-        and the generation prompt of the next.
+        """Return the ids between two policy turns: the end of the earlier turn, the ``messages``
+        (of any role), and the generation prompt of the later turn.
 
-        ended: whether the policy sampled the end of its turn, with the id ``end`` (None: the first
-        id of the template's end). In that case the part of the template's end up to that id is left
-        out, or all of it if another id was sampled instead. tools: those of the opening. Raises
-        ChatTemplateError, also for tools or a role that the template does not show after a policy
-        turn.
+        ended: whether the policy sampled a stop id itself, which is ``end`` (None: the first id of
+        the template's turn end). The result then omits the template's turn end up to and including
+        that id, or completely if the template's turn end does not contain that id. tools: the tools
+        passed to ``opening``. Raises ChatTemplateError, also for tools or a role that the template
+        does not show after a policy turn.
         """
         plain = _normalise_messages(messages)
         schemas = self._check_schemas(tools)
@@ -182,20 +182,20 @@ class TemplateChat:
         return self.following_messages([{"role": "user", "content": text}], ended=ended)
 
     def closing(self) -> list[int]:
-        """Return the ids that end a policy turn in a demonstration; the first is a stop id."""
+        """Return the ids that end a policy turn in a demonstration. The first one is a stop id."""
         return self._encode(self._turn_end)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a demonstrated policy turn, without its end."""
+        """Return the ids of a demonstrated policy turn, without the end of the turn."""
         return self._encode(text)
 
     def encode_turn(self, message: Mapping[str, Any], tools: Tools = ()) -> list[int]:
         """Return the ids of a demonstrated policy turn, without its end.
 
-        Content, ``tool_calls`` and ``reasoning_content`` are written as the template writes them
-        after its generation prompt. A reasoning that the prompt opens is closed first. Raises
-        ChatTemplateError if the template does not write the turn, or if ``parse`` does not find the
-        same calls in it.
+        Content, ``tool_calls`` and ``reasoning_content`` are rendered as the template does after
+        its generation prompt. If the prompt opens a reasoning block, the block is closed first.
+        Raises ChatTemplateError if the template does not render the turn, or if ``parse`` does not
+        find the same calls in it.
         """
         if message.get("reasoning_content"):
             return self._encode_reasoned(message, tools)
@@ -214,10 +214,11 @@ class TemplateChat:
         return self._encode(before + content)
 
     def _find_turn_prefix(self, with_tools: bool) -> str:
-        """Return the text of the template between its generation prompt and the words of a turn.
+        """Return the text that the template writes between its generation prompt and the words of a
+        turn.
 
-        Examples are an empty reasoning if the prompt opens one, the channel of gpt-oss, and the
-        start of an answer of Cohere.
+        Examples are the rest of an empty reasoning block that the prompt opens, the channel of
+        gpt-oss, and Cohere's start of an answer.
         """
         tools = [_PROBE_TOOL] if with_tools else []
         with suppress(ChatTemplateError):
@@ -228,8 +229,8 @@ class TemplateChat:
         return ""
 
     def _render_turn(self, turn: dict[str, Any], schemas: list[dict[str, Any]]) -> str:
-        """Return the text of a turn after the template's generation prompt, without its end. Raises
-        ChatTemplateError."""
+        """Return the rendered text of a turn after the template's generation prompt, without the
+        end of the turn. Raises ChatTemplateError."""
         head = [*self._system, {"role": "user", "content": "task"}]
         before = self._render(head, schemas, generation=True)
         opened = before[: find_open_tag(before)]
@@ -245,15 +246,15 @@ class TemplateChat:
                 continue
             if len(whole) >= len(before) + len(after) and whole.startswith(before):
                 return whole[len(before) : len(whole) - len(after)]
-            # Nemotron writes a line break after <think> in its generation prompt, but not in its
-            # history.
+            # Nemotron writes a line break after <think> in its generation prompt, but not in
+            # earlier turns.
             rest = whole.removesuffix(after).removeprefix(opened)
             if whole.startswith(opened) and (match := _EMPTY_REASONING.match(rest)):
                 return rest[match.start(1) :]
         raise ChatTemplateError(f"{_NOT_WRITTEN}{problem}")
 
     def _check_calls(self, text: str, calls: Sequence[Mapping[str, Any]], tools: Tools) -> None:
-        """Raise ChatTemplateError if the policy's parser does not find these calls in a
+        """Raise ChatTemplateError if ``parse`` does not find exactly ``calls`` in the text of a
         demonstrated turn."""
         functions = [call.get("function", call) for call in calls]
         expected = [
@@ -278,8 +279,8 @@ class TemplateChat:
         )
 
     def _encode_reasoned(self, message: Mapping[str, Any], tools: Tools) -> list[int]:
-        """Return the ids of a turn with reasoning, which templates write in the last turn of a
-        conversation."""
+        """Return the ids of a demonstrated turn with reasoning. It is rendered as the last turn of
+        a conversation, because templates may omit the reasoning of earlier turns."""
         turn = _normalise_messages([message])[0]
         schemas = self._check_schemas(tools)
         head = [*self._system, {"role": "user", "content": "task"}]
@@ -310,15 +311,15 @@ class TemplateChat:
         return self._encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a policy turn, without stop ids but with other special tokens."""
+        """Return the text of a policy turn, with its special tokens except stop ids."""
         stops = self._stops
         return self._decode_all([i for i in token_ids if i not in stops])
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """Return the bytes that a token adds to the text of a turn, even if they are only part of a
+        """Return the bytes that a token adds to the text of a turn; they may be only part of a
         character.
 
-        Returns None if the tokenizer does not reveal them, and b"" for a stop id.
+        Returns b"" for a stop id, and None if the bytes cannot be determined from the tokenizer.
         """
         text = self.decode([token_id])
         if _NO_CHARACTER not in text:
@@ -334,16 +335,17 @@ class TemplateChat:
         """Return, for each policy turn, whether the template omits its reasoning from the prompt
         after the last answer.
 
-        shape: roles of the messages in the opening, and in the answer to each turn.
+        shape: roles of the messages in the opening, then roles of the messages in the answer to
+        each turn.
         """
         return self._cached_forgotten(tuple(map(tuple, shape)), bool(tools))
 
     def without_reasoning(self, token_ids: Sequence[int]) -> list[int] | None:
-        """Return the ids of a turn without its leading reasoning and the line breaks after it; None
-        if it has no closed reasoning.
+        """Return the ids of a turn without its leading reasoning block and the line breaks after
+        that; None if no reasoning block is closed in it.
 
-        These are the sampled ids, unless a token contains the end of the reasoning and the start of
-        the words.
+        The returned ids are sampled ids, unless one token contains both the end of the reasoning
+        and the start of the words.
         """
         ids = list(token_ids)
         text = self.decode(ids)
@@ -358,7 +360,8 @@ class TemplateChat:
         )
 
     def without_open_reasoning(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the ids before a turn, without a trailing tag that opens its reasoning."""
+        """Return the ids of a prompt without a trailing tag that opens the reasoning of the next
+        turn."""
         ids = list(token_ids)
         text = self._decode_all(ids)
         place = find_open_tag(text)
@@ -370,7 +373,7 @@ class TemplateChat:
     def _decode_all(self, token_ids: Sequence[int]) -> str:
         """Return the text of all ids.
 
-        Disables the clean-up that some tokenizers request, which removes spaces before punctuation.
+        Turns off the clean-up that some tokenizers enable, which removes spaces before punctuation.
         """
         return self._tokenizer.decode(
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -379,8 +382,8 @@ class TemplateChat:
     def _find_forgotten(
         self, shape: tuple[tuple[str, ...], ...], with_tools: bool
     ) -> tuple[bool, ...]:
-        """Return ``forgotten`` by a test rendering; False for all turns if the template cannot
-        render such a conversation."""
+        """Return the result of ``find_forgotten_turns``, from a test rendering; False for all turns
+        if the template cannot render such a conversation."""
         tools = [_PROBE_TOOL] if with_tools else []
         reads_key = "reasoning_content" in self._tokenizer.get_chat_template(tools=tools or None)
         for calls in (True, False):
@@ -419,7 +422,7 @@ class TemplateChat:
     def _render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool
     ) -> str:
-        """Render messages by the template. Raises ChatTemplateError."""
+        """Return the text that the template renders for ``messages``. Raises ChatTemplateError."""
         try:
             return self._tokenizer.apply_chat_template(
                 self._control.escape(messages),
@@ -434,8 +437,8 @@ class TemplateChat:
             ) from error
 
     def _render_framing(self) -> str:
-        """Return the text that the template writes around messages of all roles that it
-        supports."""
+        """Return a rendering with messages of all roles that the template supports, to find the
+        text that it writes around messages."""
         user = {"role": "user", "content": _PROBE}
         assistant = {"role": "assistant", "content": _PROBE}
         function = {"name": "tool", "arguments": {}}
@@ -457,7 +460,8 @@ class TemplateChat:
     def _render_after_marker(
         self, tail: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool
     ) -> str:
-        """Return the rendered text after the words of a policy turn that ``tail`` follows."""
+        """Render a policy turn followed by the messages ``tail``, and return the text after the
+        turn's words."""
         head = [
             *self._system,
             {"role": "user", "content": "task"},
@@ -473,8 +477,8 @@ class TemplateChat:
     def _render_after_calls(
         self, tail: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool
     ) -> str:
-        """Return the text of ``_render_after_marker`` for a template that shows ``tool`` messages only
-        after a turn with calls."""
+        """Return the result of ``_render_after_marker`` for a template that shows ``tool`` messages
+        only after a turn with calls."""
         turn = {"role": "assistant", "content": _MARKER}
         calls = []
         answers = [dict(message) for message in tail]
@@ -494,10 +498,10 @@ class TemplateChat:
         return whole[start:]
 
     def _find_turn_end(self, text: str) -> int | None:
-        """Return where the end of the turn starts in a text that ends with it; None if the end is
-        unknown.
+        """Return the index in ``text`` at which the text that ends the last turn starts; None if
+        that text is not known.
 
-        A turn with calls may end differently from one without: in gpt-oss by ``<|call|>``.
+        A turn with calls may end differently from a turn without: in gpt-oss, with ``<|call|>``.
         """
         if text.endswith(self._turn_end):
             return len(text) - len(self._turn_end)
@@ -508,10 +512,10 @@ class TemplateChat:
         return max((place for place in places if place >= 0), default=None)
 
     def _find_inner_turn_end(self) -> list[int]:
-        """Return the ids, up to the last control id, by which the template ends a policy turn that
-        other messages follow.
+        """Return the ids with which the template ends a policy turn that is followed by other
+        messages, up to the last control id.
 
-        The last turn may end differently: in gpt-oss by ``<|return|>`` instead of ``<|end|>``.
+        The last turn may end differently: in gpt-oss, with ``<|return|>`` instead of ``<|end|>``.
         """
         text = self._turn_end
         with suppress(ChatTemplateError):
@@ -528,7 +532,8 @@ class TemplateChat:
         return ids[: max((place for place, i in enumerate(ids, 1) if i in control), default=0)]
 
     def _count_sampled_end(self, ids: Sequence[int], end: int | None) -> int:
-        """Return how many of the ids that follow a turn repeat the end that was sampled."""
+        """Return how many of the first ``ids`` after a turn repeat the turn end that the policy has
+        sampled."""
         length = len(self._inner_turn_end)
         if not length or list(ids[:length]) != self._inner_turn_end:
             length = int(bool(ids) and ids[0] in self._stops)
@@ -559,17 +564,17 @@ class TemplateChat:
         )
 
     def _encode(self, text: str) -> list[int]:
-        """Return the ids of a text.
+        """Return the token ids of a string.
 
-        Unpaired surrogates, which an environment may echo and tokenizers reject, become U+FFFD.
+        Unpaired surrogates become U+FFFD: an environment may echo them, and tokenizers reject them.
         """
         if not text.isascii():
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _find_stop_ids(self, further: Sequence[int]) -> tuple[int, ...]:
-        """Return the ids that end a turn. Raises ChatTemplateError if there are none, or for an
-        unknown id."""
+        """Return all ids that end a turn, including ``further``. Raises ChatTemplateError if there
+        are none, or for an unknown id."""
         if not self._turn_end.strip():
             name = getattr(self._tokenizer, "name_or_path", "") or "of actor.path"
             raise ChatTemplateError(
@@ -594,10 +599,10 @@ class TemplateChat:
 
 
 def _read_generation_ends(path: str) -> list[int]:
-    """Return ``eos_token_id`` in the ``generation_config.json`` of a folder or hub id; [] if there
-    is none.
+    """Return the ids of ``eos_token_id`` in the ``generation_config.json`` of a folder or hub id;
+    [] if there is none.
 
-    Llama 3.1 ends turns with calls by another id than other turns, and specifies it only there.
+    Llama 3.1 ends turns that contain calls with a different id, which only this file specifies.
     """
     from transformers.utils.hub import cached_file
 
@@ -622,12 +627,12 @@ _PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
-"""Schema of a tool in test renderings."""
+"""Tool schema for test renderings."""
 
 
 def _normalise_messages(messages: Messages) -> list[dict[str, Any]]:
-    """Return the messages as templates expect them: content is a text even if there are calls, and
-    arguments are objects instead of JSON texts."""
+    """Return the messages in the form that templates expect: content is a string even if there are
+    calls, and arguments are objects instead of JSON strings."""
     plain = [dict(message) for message in messages]
     for message in plain:
         if message.get("tool_calls"):
@@ -645,13 +650,14 @@ def _normalise_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _format_call(name: str, arguments: Any) -> str:
-    """Return a call as text that is equal for equal arguments; true and 1 are different."""
+    """Return a call as a string for comparison, which is the same for equal arguments and
+    distinguishes true from 1."""
     return f"{name} {json.dumps(arguments, sort_keys=True, ensure_ascii=False, default=str)}"
 
 
 def _cache_key(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> bytes | None:
-    """Return the content as bytes for ``marshal.loads``; None if it is too long or not plain
-    JSON."""
+    """Return messages and tools as bytes for ``marshal.loads``; None if they are too long or not
+    plain JSON."""
     try:
         key = marshal.dumps((messages, tools), 2)
     except ValueError:
@@ -662,20 +668,20 @@ def _cache_key(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> b
 _TAG = re.compile(r"</?\w+>")
 """Tags within a turn, such as ``<think>`` and ``<tool_call>``, which an environment may mention."""
 _PREFIX_CHARS = 3
-"""Length of the common beginnings in ``_compile_words``."""
+"""Length in characters of the prefixes by which ``_compile_words`` groups words."""
 _NOT_WRITTEN = "the chat template does not write a demonstrated turn as it cues one"
 _SHOWN_CHARS = 160
-"""Maximum length of a demonstrated call in an error message."""
+"""Maximum number of characters of a demonstrated call in an error message."""
 _LEADING_THINK_TAG = re.compile(r"\s*<think>\n?")
 _EMPTY_REASONING = re.compile(r"<think>(\s*</think>)")
 _log = logging.getLogger(__name__)
 
 
 def find_control_words(tokenizer: Any, framing: str) -> set[str]:
-    """Return the words that a tokenizer reads as control ids.
+    """Return the words that a tokenizer encodes as control ids.
 
-    These are its special tokens, and the other added tokens that occur in the template's text
-    around messages (``framing``), except tags within a turn.
+    They are its special tokens, and those other added tokens that occur in the text that the
+    template writes around messages (``framing``), except tags within a turn.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     framed = {
@@ -691,12 +697,12 @@ def find_control_words(tokenizer: Any, framing: str) -> set[str]:
 
 
 class ControlWords:
-    """Conversion of control words in messages to ordinary text. The first conversion is logged."""
+    """Converter of control words in messages to ordinary text. It logs the first conversion."""
 
     def __init__(self, words: Iterable[str]) -> None:
         distinct = {word for word in words if word.strip()}
         self._words = _compile_words(distinct)
-        # Some templates write the keys of a schema in angle brackets.
+        # Some templates write a schema's keys in angle brackets.
         self._keys = _compile_words(
             distinct
             | {word[1:-1] for word in distinct if word[0] == "<" and not _TAG.fullmatch(word)}
@@ -704,7 +710,8 @@ class ControlWords:
         self._logged = False
 
     def escape(self, value: Any) -> Any:
-        """Return a text, or maps and lists of texts, with all control words broken by a space.
+        """Return a string, or mappings and lists of strings, with a space inserted into each
+        control word.
 
         Raises RecursionError for values that are nested too deeply.
         """
@@ -722,8 +729,8 @@ class ControlWords:
         return value
 
     def _separate_parts(self, parts: list[Any]) -> list[Any]:
-        """Return the parts of a content, separated by spaces if they would form a control word when
-        a template joins them."""
+        """Return the parts of a message's content, with spaces between parts that would form a
+        control word when a template joins them."""
         texts = [
             part.get("text")
             for part in parts
@@ -743,7 +750,7 @@ class ControlWords:
         return parts
 
     def _escape_text(self, words: re.Pattern[str] | None, text: str) -> str:
-        """Return a text without matches of ``words``."""
+        """Return ``text`` with a space inserted into each match of ``words``."""
         while words is not None and (word := words.search(text)):
             if not self._logged:
                 self._logged = True
@@ -762,8 +769,8 @@ class ControlWords:
 def _compile_words(words: Iterable[str]) -> re.Pattern[str] | None:
     """Return a pattern that matches any of the words; None if there are none.
 
-    Words are grouped by their beginnings for speed: some tokenizers have hundreds of words, and a
-    page may have thousands of brackets.
+    Words are grouped by common prefixes for speed: some tokenizers have hundreds of control words,
+    and a page may have thousands of brackets.
     """
     tails: dict[str, list[str]] = {}
     for word in sorted(words, key=lambda word: (-len(word), word)):
@@ -776,16 +783,16 @@ _LEADING_REASONING = re.compile(r"\s*<think>.*?</think>\n*", re.DOTALL)
 _REASONING_END = re.compile(r"(?:(?!<think>|<tool_call>).)*?</think>\n*", re.DOTALL)
 _OPEN_AT_END = re.compile(r"<think>\s*$")
 Decode = Callable[[Sequence[int]], str]
-"""Token ids -> text."""
+"""Function from token ids to their text."""
 Encode = Callable[[str], list[int]]
-"""Text -> token ids."""
+"""Function from a string to its token ids."""
 Render = Callable[[list[dict[str, Any]]], str]
-"""Messages -> text of the prompt."""
+"""Function from messages to the text of the prompt."""
 
 
 def find_reasoning_end(text: str) -> int:
-    """Return where the words of a turn start after its leading reasoning; 0 if it has no closed
-    reasoning.
+    """Return the index in ``text`` at which the words after a turn's leading reasoning block start;
+    0 if no reasoning block is closed in it.
 
     The opening tag may be in the prompt. Line breaks after the closing tag belong to the reasoning.
     """
@@ -794,15 +801,15 @@ def find_reasoning_end(text: str) -> int:
 
 
 def find_open_tag(text: str) -> int:
-    """Return where the opening tag of reasoning at the end of a prompt starts; the length of the
-    text if there is none."""
+    """Return the index of a reasoning tag that a prompt opens at its end; the length of the text if
+    there is no such tag."""
     match = _OPEN_AT_END.search(text)
     return match.start() if match else len(text)
 
 
 def find_token_boundary(ids: Sequence[int], decode: Decode, place: int) -> int | None:
-    """Return how many of ``ids`` form the first ``place`` characters of their text; None if a token
-    crosses that position."""
+    """Return how many of ``ids`` make up the first ``place`` characters of their text; None if a
+    token extends over that position."""
     low = 0
     high = len(ids)
     while low < high:
@@ -821,12 +828,13 @@ def find_token_boundary(ids: Sequence[int], decode: Decode, place: int) -> int |
 def find_forgotten_turns(
     render: Render, shape: Sequence[Sequence[str]], *, reads_key: bool, tool_calls: bool
 ) -> tuple[bool, ...]:
-    """Return, for each policy turn, whether its reasoning is omitted from the prompt after the last
-    answer.
+    """Return, for each policy turn, whether the template omits its reasoning from the prompt after
+    the last answer.
 
-    shape: roles of the messages in the opening, and in the answer to each turn. render: returns the
-    text of a prompt. reads_key: pass reasoning as ``reasoning_content`` instead of within tags.
-    tool_calls: give turns that tools answer calls.
+    shape: roles of the messages in the opening, then roles of the messages in the answer to each
+    turn. render: returns the text of a prompt. reads_key: whether to pass reasoning as
+    ``reasoning_content`` instead of in tags. tool_calls: whether turns that ``tool`` messages
+    follow contain calls.
     """
     messages: list[dict[str, Any]] = [{"role": role, "content": "words"} for role in shape[0]]
     for number, roles in enumerate(shape[1:]):

@@ -1,8 +1,8 @@
-"""Configuration schema for Hydra: the sections that all experiments share, as dataclasses. Unknown
+"""Configuration schema for Hydra: dataclasses of the sections that all experiments share. Unknown
 options are errors.
 
-Defaults here are the library's; ``configs/experiment/*.yaml`` overrides them per experiment. The
-options of an algorithm or an environment are defined next to its code
+The defaults in this module are the library's; ``configs/experiment/*.yaml`` overrides them for each
+experiment. Options of an algorithm or an environment are defined next to its code
 (``realhf/algorithms/options.py``, ``realhf/environments/sql/definition.py``) and added by the
 experiments that use it. This module does not import torch.
 """
@@ -23,7 +23,7 @@ from realhf.api.tool_parser import AUTO, FAMILIES
 
 
 class ConfigError(ValueError):
-    """An invalid configuration; each line of the message names an option."""
+    """Raised for an invalid configuration. Each line of the message names an option."""
 
 
 _NO_ADAPTERS = "there are no adapters with rank 0"
@@ -252,8 +252,8 @@ class TeacherConfig:
     )
 
     def problems(self, name: str) -> Iterator[str]:
-        """Report invalid combinations: a teacher is either loaded from a path or served at a
-        URL."""
+        """Yield errors of invalid combinations: a teacher is either loaded from a path or served at
+        a URL."""
         if self.path and self.url:
             yield (
                 f"{name}.path={self.path}, {name}.url={self.url}: there is one teacher; set one of "
@@ -375,7 +375,7 @@ class DatasetConfig:
     )
 
     def problems(self, name: str) -> Iterator[str]:
-        """Report an option that the selected curriculum does not read."""
+        """Yield an error for an option that the selected curriculum does not read."""
         unused = "untried_share" if self.curriculum == "priority" else "priority"
         value = getattr(self, unused)
         default = {} if unused == "priority" else DatasetConfig.untried_share
@@ -442,10 +442,12 @@ class GenConfig:
     )
 
     def truncating_options(self) -> list[str]:
-        """Return the options, as ``top_p=0.9``, that truncate the sampling distribution.
+        """Return the options that truncate the sampling distribution, as strings such as
+        ``top_p=0.9``.
 
         Training rejects them because the trainer computes log-probabilities of the full
-        distribution only. Evaluation may use them."""
+        distribution only. Evaluation may use them.
+        """
         neutral = {"top_p": 1.0, "top_k": 0, "min_new_tokens": 0}
         return [
             f"{name}={getattr(self, name)}"
@@ -502,8 +504,8 @@ class EngineConfig:
     )
 
     def problems(self, name: str) -> Iterator[str]:
-        """Report options that the selected engine does not read: those of another engine, and those
-        of a started vLLM server when ``vllm_url`` names a running one."""
+        """Yield an error for each option that the selected engine does not read: options of other
+        engines and, if ``vllm_url`` names a running vLLM server, options for starting one."""
         names = [every.name for every in fields(self)]
         own = {"embedded": {"name", "kv_cache_gib"}, "vllm": {*names} - {"kv_cache_gib"}}.get(
             self.name, {"name"}
@@ -520,7 +522,7 @@ class EngineConfig:
 
 
 ON_FAILURE = ("minimum_group", "retry", "fail_fast")
-"""Policies for failed rollouts, see ``RolloutConfig.on_failure``."""
+"""Ways to handle failed rollouts; see ``RolloutConfig.on_failure``."""
 
 
 @dataclass
@@ -575,8 +577,8 @@ class RolloutConfig:
     )
 
     def problems(self, name: str) -> Iterator[str]:
-        """Report options without effect: ``fail_fast`` never retries, and an agent manages its own
-        conversations."""
+        """Yield an error for each option without effect: ``fail_fast`` never retries, and an agent
+        manages its own conversations."""
         if self.agent and not self.keep_reasoning:
             yield (
                 f"{name}.keep_reasoning=False: no effect with {name}.agent, which sends whole "
@@ -750,7 +752,7 @@ class StreamConfig:
     )
 
     def problems(self, name: str) -> Iterator[str]:
-        """Report an invalid URL and missing files."""
+        """Yield an error for an invalid URL and for each missing file."""
         if self.url is not None and not re.match(r"https?://[^/]", self.url):
             yield f"{name}.url={self.url}: give http://host:port"
         for option_name in ("token_file", "ca_file"):
@@ -787,15 +789,15 @@ class EvaluationConfig:
 
 
 WILDCARD = "0.0.0.0"
-"""Listens on all IPv4 interfaces; not an address that clients can connect to."""
+"""Address for listening on all IPv4 interfaces. Clients cannot connect to it."""
 ADDRESS_WANTED = (
     "give an IPv4 address or a host name, without scheme and port; IPv6 is not supported"
 )
-"""The remedy in error messages about an unusable address."""
+"""Advice in error messages about an unusable address."""
 
 
 def is_invalid_address(text: str) -> bool:
-    """Return whether a non-empty text cannot be an IPv4 address or a host name."""
+    """Return whether ``text`` is not empty and cannot be an IPv4 address or a host name."""
     return bool(text) and (":" in text or "/" in text or text != text.strip())
 
 
@@ -823,7 +825,7 @@ class NetworkConfig:
     )
 
     def problems(self, name: str) -> Iterator[str]:
-        """Report options that depend on another one, and unusable addresses."""
+        """Yield errors of unusable addresses, and of options that need another option."""
         for option_name in ("advertise", "trusted"):
             if getattr(self, option_name) and not self.bind:
                 yield f"{name}.{option_name}: has no effect without {name}.bind"
@@ -879,7 +881,7 @@ class AllocationConfig:
     )
 
     def problems(self, name: str) -> Iterator[str]:
-        """Report repeated GPUs, and ``share`` without a list of GPUs."""
+        """Yield an error for repeated GPUs, and for ``share`` without a list of GPUs."""
         if len(set(self.gpus)) < len(self.gpus):
             yield f"{name}.gpus={self.gpus}: give different GPUs"
         if self.share and not self.gpus:
@@ -920,14 +922,14 @@ class RpcConfig:
     shm: bool = option(True, "Move tensors between workers of one host through shared memory.")
 
     def problems(self, name: str) -> Iterator[str]:
-        """Report a heartbeat interval that is not shorter than ``dead_after_s``."""
+        """Yield an error for a heartbeat interval that is not shorter than ``dead_after_s``."""
         if self.dead_after_s <= self.heartbeat_s:
             limit = f"{name}.dead_after_s={self.dead_after_s:g}"
             yield f"{name}.heartbeat_s={self.heartbeat_s:g}: must be less than {limit}"
 
 
 ALL_ROLLOUTS = "all"
-"""The value of ``monitor.rollouts`` that keeps every rollout."""
+"""Value of ``monitor.rollouts`` that keeps every rollout."""
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 """Experiment trackers that ``monitor.trackers`` may name."""
 
@@ -973,7 +975,7 @@ class MonitorConfig:
     )
 
     def problems(self, name: str) -> Iterator[str]:
-        """Report a value of ``rollouts`` that is neither ``all`` nor a number."""
+        """Yield an error for a value of ``rollouts`` that is neither ``all`` nor a number."""
         if self.rollouts != ALL_ROLLOUTS and not (
             self.rollouts.isascii() and self.rollouts.isdigit()
         ):

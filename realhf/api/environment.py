@@ -1,8 +1,9 @@
-"""The contract of an environment: what its author writes, and the types that pass in and out.
+"""Interface between an environment and the programs that play it: what the author of an environment
+implements, and the types that are passed to it and returned by it.
 
 An environment is a conversation. ``reset`` opens an episode with messages and tools; ``step`` takes
-the policy's message and answers with messages, until the episode is done. Tokens, engines and
-training are not its concern (``realhf.api.rollout``). A ``Task`` selects the episode, and a
+the policy's message and answers with messages, until the episode is done. It does not deal with
+tokens, engines or training (see ``realhf.api.rollout``). A ``Task`` selects the episode, and a
 ``TaskSet`` provides the tasks of training and of held-out evaluation. ``EnvironmentSpec`` describes
 the environment to the programs that play it, and ``EnvironmentDefinition`` is what is registered.
 
@@ -11,7 +12,8 @@ An environment in ten lines::
     class Parrot:  # env.path=parrot.py:Parrot
         @staticmethod
         def tasks(split):
-            return [{"word": word} for word in (("ara", "kea") if split == "train" else ("lory", "macaw"))]
+            return [{"word": word} for word in (("ara", "kea") if split == "train" else ("lory",
+            "macaw"))]
 
         async def reset(self, task, *, seed):
             self.word = task["word"]
@@ -43,8 +45,9 @@ have ``name`` and ``tool_call_id``, an assistant message ``tool_calls``."""
 
 FAILURE_KINDS = ("unavailable", "timeout", "lost", "capacity", "internal")
 """Kinds of environment failures. ``unavailable``: a step was not executed and may be sent again;
-``timeout``: no answer before the deadline; ``lost``: the session or its server no longer exists;
-``capacity``: no free session; ``internal``: the environment's code raised or violated the contract."""
+``timeout``: no answer arrived before the deadline; ``lost``: the session or its server no longer
+exists; ``capacity``: no session is free; ``internal``: the environment's code raised an exception
+or returned something invalid."""
 DEFAULT_FAULT_KINDS = "unavailable=9,disconnect=1"
 """Failures that an environment server injects for tests when no kinds are given, with their
 weights."""
@@ -63,9 +66,11 @@ HABIT = "habit"
 
 
 class EnvironmentFailure(Exception):
-    """A failure of the environment that is not the policy's fault, so the episode has no reward.
+    """Raised for a failure of the environment that is not the policy's fault, so that the episode
+    has no reward.
 
-    ``kind`` is one of ``FAILURE_KINDS``."""
+    ``kind`` is one of ``FAILURE_KINDS``.
+    """
 
     def __init__(self, kind: str, message: str) -> None:
         if kind not in FAILURE_KINDS:
@@ -83,16 +88,16 @@ class ToolCall:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments by name; empty if the call could not be parsed."""
     id: str = ""
-    """Identifier that the answering ``tool`` message refers to."""
+    """Identifier of the call, to which the ``tool`` message with its result refers."""
     text: str = ""
-    """The text of the call as the policy wrote it."""
+    """The call as the policy wrote it."""
     problem: str = ""
     """Why the call could not be parsed; "" if it could."""
 
 
 @dataclass(frozen=True)
 class AssistantMessage:
-    """A message of the policy: the text of one turn, parsed."""
+    """A message of the policy, parsed from the text of one turn."""
 
     content: str
     """The text without reasoning and tool calls."""
@@ -107,7 +112,7 @@ class AssistantMessage:
 
 
 class TableView(TypedDict):
-    """A state of the environment as a table, shown to people."""
+    """A state of the environment as a table for people."""
 
     title: str
     """Caption of the table."""
@@ -120,7 +125,7 @@ class TableView(TypedDict):
 
 
 class TextView(TypedDict):
-    """A state of the environment as a text, shown to people."""
+    """A state of the environment as text for people."""
 
     title: str
     """Caption of the text."""
@@ -145,7 +150,7 @@ class Replay(TypedDict):
 
 
 class OpeningInfo(TypedDict, total=False):
-    """Reserved keys of ``Opening.info``; others are allowed."""
+    """Reserved keys of ``Opening.info``; other keys are allowed."""
 
     view: TableView | TextView
     """The initial state of the environment."""
@@ -154,13 +159,13 @@ class OpeningInfo(TypedDict, total=False):
 
 
 class TurnInfo(TypedDict, total=False):
-    """Reserved keys of ``Turn.info``; others are allowed."""
+    """Reserved keys of ``Turn.info``; other keys are allowed."""
 
     view: TableView | TextView
-    """The state of the environment after the turn. The last one of an episode is shown with it, and
-    ``check --mutate`` compares it with a demonstration's."""
+    """The state of the environment after the turn. The last view of an episode is shown with the
+    episode, and ``check --mutate`` compares it with the last view of a demonstration."""
     did: Any
-    """The action of the turn, as JSON, in the form that the page of ``Replay`` accepts."""
+    """The action of the turn as a JSON value, in the form that the ``Replay`` page accepts."""
 
 
 @dataclass(frozen=True)
@@ -196,16 +201,16 @@ class Turn:
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Named components of the reward, for charts."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Named numbers. ``success`` (1 when the task is solved, which also ends the episode) and
-    ``progress`` (0 to 1) are read by evaluation and curriculum; others are only charted."""
+    """Named numbers. Evaluation and curriculum read ``success`` (1 when the task is solved, which
+    also ends the episode) and ``progress`` (0 to 1); others are only charted."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """JSON values for people, never shown to the policy. ``TurnInfo`` lists the reserved keys."""
     final: bool = False
     """Whether ``reward`` replaces the sum of the episode's rewards instead of being added to it."""
     state_key: str = ""
-    """Identifier of the state, such as a digest: equal for equal states of any episodes of a task.
-    ``ppo.credit=state`` compares the turns that start in the same state. With "" the text of the
-    messages identifies the state."""
+    """Identifier of the state after the turn, such as a digest, which is the same whenever an
+    episode of the same task reaches that state. ``ppo.credit=state`` compares turns that start in
+    the same state. If "", the text of the messages identifies the state."""
 
 
 @runtime_checkable
@@ -213,9 +218,9 @@ class Environment(Protocol):
     """An environment instance, which plays one episode at a time.
 
     Many instances run on one event loop, so no method may block. The same task, seed and messages
-    give the same turns, unless the specification has ``deterministic=False``. Answer a wrong
-    message of the policy with a turn; raise EnvironmentFailure if the environment itself fails. Any
-    other exception counts as a failure of the kind ``internal``.
+    give the same turns, unless the specification has ``deterministic=False``. An invalid message of
+    the policy must be answered with a turn. If the environment itself fails, it should raise
+    EnvironmentFailure; any other exception counts as a failure of the kind ``internal``.
     """
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
@@ -245,17 +250,19 @@ class Task:
     payload: Mapping[str, Any] = field(default_factory=dict)
     """JSON object that is passed to ``Environment.reset``."""
     tags: tuple[str, ...] = ()
-    """Labels by which an environment's own options may select tasks."""
+    """Labels by which the environment's options may select tasks."""
     seed: int = 0
     """Seed that is passed to ``Environment.reset``."""
     template: str = ""
     """Display name of the template that the task was instantiated from; "" means the template's
     id."""
     max_turns: int = 0
-    """Maximum number of turns, in addition to ``rollout.max_turns``; 0 for no limit of its own."""
+    """Maximum number of turns of this task, in addition to the limit ``rollout.max_turns``; 0 for
+    no limit."""
 
     def limit_turns(self, run_limit: int) -> int:
-        """Return the maximum number of turns of an episode in a run that allows ``run_limit``."""
+        """Return the maximum number of turns of an episode in a run that allows ``run_limit``
+        turns."""
         return min(run_limit, self.max_turns or run_limit)
 
     def allows_more_than(self, turns: int) -> bool:
@@ -267,9 +274,9 @@ class Task:
 class TaskSet(Protocol):
     """The task templates of a split, from which a curriculum draws tasks.
 
-    A finite data set has one template per row; ``instantiate`` then ignores the seed, or draws with
-    it what the row leaves open. An endless set has one template per kind of task, and each seed
-    gives another instance.
+    A finite data set has one template per row, and ``instantiate`` ignores the seed or uses it for
+    details that the row does not specify. An endless set has one template per kind of task, and
+    each seed gives another instance.
     """
 
     @property
@@ -283,7 +290,7 @@ class TaskSet(Protocol):
         ...
 
     def instantiate(self, template_id: str, seed: int) -> Task:
-        """Return the instance of a template for ``seed``. Equal arguments give equal tasks."""
+        """Return the task that a template gives for ``seed``. Equal arguments give equal tasks."""
         ...
 
 
@@ -320,8 +327,8 @@ class DemonstrationRequest:
     ``SOLUTION``."""
 
     def kinds(self) -> list[str]:
-        """Return the kind of each demonstration of a template: the rounded shares of habits and
-        recoveries, then solutions."""
+        """Return the kind of each demonstration of a template: habits and recoveries according to
+        their rounded fractions, then solutions."""
         shares = ((HABIT, self.habit_fraction), (RECOVERY, self.recovery_fraction))
         kinds = [
             kind for kind, share in shares for _ in range(round(share * self.episodes_per_task))
@@ -331,9 +338,10 @@ class DemonstrationRequest:
 
 @dataclass(frozen=True)
 class DemonstrationProgram:
-    """A program that plays demonstrations itself.
+    """A program that plays demonstrations and writes them to a file.
 
-    It is run as ``python -m MODULE --out FILE *argv(request)`` and writes JSON Lines."""
+    It is run as ``python -m MODULE --out FILE *argv(request)`` and writes JSON Lines.
+    """
 
     module: str
     """Module that is run."""
@@ -379,31 +387,32 @@ class EnvironmentSpec:
     system_prompt: str = ""
     """System message that precedes every episode; "" for none."""
     concurrency: int | None = None
-    """Maximum number of live instances per process; None for no limit."""
+    """Maximum number of open instances per process; None for no limit."""
     deterministic: bool = True
     """Whether the same task, seed and messages give the same turns."""
     demonstrate: Callable[[DemonstrationRequest], Iterable[Demonstration]] | None = None
-    """Yield scripted episodes for the warm start of a policy. None without a scripted solver, or if
-    ``demonstrations`` names a program."""
+    """Yield scripted episodes for the warm start of a policy. None if there is no scripted solver,
+    or if ``demonstrations`` names a program."""
     demonstrations: DemonstrationProgram | None = None
     """Program that plays the demonstrations, in place of ``demonstrate``."""
     shipped_policy: Path | None = None
     """Folder of a warm-started built-in policy that ships with the environment, written by
-    ``experiments.shipped_policy``; None without one."""
+    ``experiments.shipped_policy``; None if there is none."""
     launch: EnvironmentService | None = None
-    """Service that episodes are played on; None for an environment inside the playing process."""
+    """Service on which episodes are played; None for an environment that runs inside the playing
+    process."""
     max_turns: int = 0
-    """Number of turns after which the environment itself ends an episode and scores it, set by its
-    option ``max_turns``. Episodes that are cut off earlier have no score. 0 for an environment that
-    gives rewards turn by turn."""
+    """Number of turns after which the environment itself ends and scores an episode, as its option
+    ``max_turns`` sets it. Episodes that are cut off earlier have no score. 0 for an environment
+    that gives a reward for each turn."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """JSON schemas of the tools that every episode has, as far as they are known in advance."""
+    """JSON schemas of the tools that are known in advance to exist in every episode."""
 
 
 @dataclass(frozen=True)
 class EnvironmentDefinition:
-    """An entry of the registry of environments. Both fields must work without torch, and start
-    nothing."""
+    """An entry of the environment registry. Creating the options and building the specification
+    must not import torch or start anything."""
 
     options: type[Any]
     """Dataclass of the environment's options, the section ``env``."""
@@ -421,9 +430,11 @@ def is_finite(number: float) -> bool:
 
 
 def finite_number(value: Any) -> float | None:
-    """Return a value from an author's code as a finite number, or None if it is not one.
+    """Convert a value from an environment author's code to a finite float; return None if it is not
+    a finite number.
 
-    Accepts Python and numpy numbers, booleans, and arrays or tensors of zero dimensions."""
+    Accepts Python and numpy numbers, booleans, and arrays or tensors of zero dimensions.
+    """
     if getattr(value, "shape", None) == () and callable(item := getattr(value, "item", None)):
         value = item()
     if not isinstance(value, numbers.Real):

@@ -9,15 +9,15 @@ from typing import Any
 from realhf.base.messages import Message
 
 Report = dict[str, dict[str, dict[str, Any]]]
-"""Way of sampling (``sampled``, ``greedy``) -> ``overall`` or a group -> metrics, see
-``evaluation_report``."""
+"""Results of an evaluation: {decoding (``sampled`` or ``greedy``): {``overall`` or a group:
+metrics}}; see ``evaluation_report``."""
 
 
 class EpisodeResult(Message, frozen=True):
     """Result of one held-out episode."""
 
     group: str
-    """Group of the report that the episode belongs to; "": only ``overall``."""
+    """Group under which the episode is reported; "" to report it only under ``overall``."""
     valid: bool
     """False if the episode failed for a reason other than the policy, so that it is excluded from
     all means."""
@@ -28,7 +28,7 @@ class EpisodeResult(Message, frozen=True):
     turns: int
     """Number of turns."""
     out_of_turns: bool = False
-    """Whether ``rollout.max_turns`` ended it."""
+    """Whether ``rollout.max_turns`` ended the episode."""
 
 
 def evaluation_report(results: Sequence[EpisodeResult], version: int) -> dict[str, dict[str, Any]]:
@@ -47,7 +47,7 @@ def evaluation_report(results: Sequence[EpisodeResult], version: int) -> dict[st
 
 
 def _summary(results: Sequence[EpisodeResult], version: int) -> dict[str, Any]:
-    """Return the metrics of some episodes."""
+    """Return the metrics of ``results``; see ``evaluation_report``."""
     valid = [result for result in results if result.valid]
     n = len(valid)
     successes = sum(result.achieved for result in valid)
@@ -70,8 +70,8 @@ Z95 = 1.959964
 
 
 def wilson_interval(successes: float, n: int, z: float = Z95) -> tuple[float, float]:
-    """Return Wilson's score interval (low, high) of a proportion (Wilson 1927); (0, 1) without
-    observations."""
+    """Return Wilson's score interval (low, high) of a proportion (Wilson 1927); (0, 1) if ``n`` is
+    0."""
     if n == 0:
         return 0.0, 1.0
     p = successes / n
@@ -81,8 +81,8 @@ def wilson_interval(successes: float, n: int, z: float = Z95) -> tuple[float, fl
 
 
 def mean_interval(values: Sequence[float], z: float = Z95) -> tuple[float, float, float] | None:
-    """Return (mean, low, high) by the standard error of the mean; None without values. For a single
-    value, all three are equal to it."""
+    """Return (mean, low, high) with the interval from the standard error of the mean; None if there
+    are no values. For a single value, all three equal that value."""
     n = len(values)
     if n == 0:
         return None

@@ -1,4 +1,4 @@
-"""The specification of an experiment: models, model function calls, data source, rollouts and
+"""Specification of an experiment: models, model function calls, data source, rollouts and
 evaluation.
 
 An experiment is one Python file and one YAML file in ``configs/experiment/``::
@@ -45,7 +45,8 @@ from realhf.base.dataclass_json import from_json_value, to_json_value
 
 
 class InterfaceType(Enum):
-    """The method of the interface that a call runs. The value is the method's name."""
+    """Type of a model function call. The value is the name of the interface method that the call
+    runs."""
 
     GENERATE = "generate"
     INFERENCE = "inference"
@@ -61,10 +62,9 @@ class InterfaceType(Enum):
 
 @dataclass(frozen=True)
 class MFCDef:
-    """A model function call, a node of the dataflow graph.
+    """A model function call, which is a node of the dataflow graph.
 
-    Raises ValueError for values that are invalid by themselves; ``build_graph`` checks the calls
-    together.
+    Raises ValueError for invalid values. ``build_graph`` checks whether the calls fit together.
     """
 
     name: str
@@ -84,23 +84,24 @@ class MFCDef:
     output_keys: tuple[str, ...] = ()
     """Keys that the call produces."""
     input_key_remap: Mapping[str, str] = field(default_factory=dict)
-    """Graph names of inputs to names of the interface."""
+    """Interface name of each input whose name differs: {graph name: interface name}."""
     output_key_remap: Mapping[str, str] = field(default_factory=dict)
-    """Names of outputs of the interface to graph names."""
+    """Graph name of each output whose name differs: {interface name: graph name}."""
     optional_input_keys: tuple[str, ...] = ()
     """Keys that the call reads if the graph produces them."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
-    """Splitting into micro-batches."""
+    """How a batch is split into micro-batches."""
     balance: str = "tokens"
     """How a call is split over several workers: equal numbers of ``tokens`` or an equal ``count``
     of samples."""
     timeout_s: float = 1800.0
     """Timeout of one call in seconds."""
     resample: float = 0.0
-    """For a generating call: maximum number of additional groups that replace groups without
-    ``signal``, as a multiple of the samples of a step; 0 disables dynamic sampling."""
+    """For a generating call: maximum number of additional groups that may replace groups without a
+    learning signal, as a multiple of the number of samples in a step; 0 disables dynamic
+    sampling."""
     signal: GroupSignal = field(default_factory=GroupSignal)
-    """Criterion for groups with a learning signal."""
+    """Criterion for whether a group has a learning signal."""
 
     def __post_init__(self) -> None:
         problems = [text for bad, text in self._checks() if bad]
@@ -148,8 +149,8 @@ def _repeats_value(remap: Mapping[str, str]) -> bool:
 
 class _Arguments:
     def to_args(self) -> dict[str, Any]:
-        """Return the arguments of an interface (``env_rollout``) or its evaluation, as JSON can
-        hold them."""
+        """Return the options as JSON values, to pass as arguments to an interface (``env_rollout``)
+        or its evaluation."""
         return to_json_value(self)
 
     @classmethod
@@ -161,13 +162,13 @@ class _Arguments:
 
 @dataclass(frozen=True)
 class RolloutOptions(_Arguments):
-    """Options with which the rollouts of a run are played.
+    """Options for playing the rollouts of a run.
 
     They are passed as the ``interface_args`` of ``env_rollout`` and in ``RolloutSpec``.
     """
 
     environment: str
-    """Registered name, or ``file.py:Name``."""
+    """Environment: a registered name, or ``file.py:Name``."""
     group_size: int
     """Number of rollouts G per task."""
     sessions: int
@@ -175,7 +176,7 @@ class RolloutOptions(_Arguments):
     environment_options: Mapping[str, Any] = field(default_factory=dict)
     """The environment's options as JSON values."""
     gen: GenConfig = field(default_factory=GenConfig)
-    """Sampling of tokens."""
+    """Options for sampling tokens."""
     max_turns: int = 6
     """See ``RolloutConfig``."""
     max_total_tokens: int = 1024
@@ -193,18 +194,18 @@ class RolloutOptions(_Arguments):
     seed: int = 0
     """Seed of the run. With a sample's id it determines the random numbers of its rollouts."""
     turn_rewards: bool = False
-    """Whether samples have the keys ``TURN_KEYS``."""
+    """Whether samples contain the keys ``TURN_KEYS``."""
     keep_reasoning: bool = True
     """See ``RolloutConfig``."""
     feedback: str = ""
-    """One of ``FEEDBACKS`` if samples have the key ``feedback_prompt_ids``, else ""."""
+    """One of ``FEEDBACKS`` if samples contain the key ``feedback_prompt_ids``, else ""."""
     feedback_tokens: int = 0
-    """Maximum number of tokens of the feedback."""
+    """Maximum number of feedback tokens."""
 
 
 @dataclass(frozen=True)
 class HeldOutOptions(_Arguments):
-    """The episodes of a held-out evaluation."""
+    """Selection of the episodes of a held-out evaluation."""
 
     split: str
     """Split of the tasks."""
@@ -217,7 +218,7 @@ class HeldOutOptions(_Arguments):
 
 
 PLAN_FILE = "plan.json"
-"""File of the ``RunPlan`` in the run folder."""
+"""File name of the ``RunPlan`` in the run folder."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ class ModelSpec:
     """Head of the decoder: ``lm`` (logits of the next token) or ``value`` (one number per
     position)."""
     experts: bool | None = False
-    """Whether a mixture of experts is accepted; None for a role that is never trained, which
+    """Whether a mixture-of-experts model is accepted; None for a role that is never trained and
     accepts any model."""
     gradient_checkpointing: bool = False
     """Whether activations are recomputed in the backward pass."""
@@ -253,15 +254,15 @@ class ModelSpec:
     lora: LoraConfig | None = None
     """LoRA adapters to train; None trains all weights."""
     base_of: str = ""
-    """For a frozen role: the role whose model it is with the adapters disabled, on workers that
-    hold both."""
+    """For a frozen role: name of the LoRA role whose model it shares, with the adapters disabled;
+    "" if it has its own model."""
     tokens_of: str = ""
-    """Path of another model whose tokens the role reads, so that its tokenizer must give the same
-    ids."""
+    """Path of another model whose token ids the role reads, so that both tokenizers must give the
+    same ids; "" if it reads only its own."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template."""
     tool_parser: str = AUTO
-    """Syntax of tool calls; "auto" takes that of the chat template."""
+    """Syntax of tool calls; "auto" detects it from the chat template."""
     parallel: Parallel = field(default_factory=Parallel)
     """Parallelism of the role's training."""
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -277,12 +278,12 @@ class SourceSpec:
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the source."""
     keys: tuple[str, ...] = ()
-    """Keys of its samples."""
+    """Keys of the source's samples."""
     worker: int = 0
-    """Index of the model worker that stores its tensors."""
+    """Index of the model worker that stores the source's tensors."""
     dataset_args: Mapping[str, Any] | None = None
-    """Arguments of the dataset registered under the same name, which the worker reads; None without
-    a dataset."""
+    """Arguments of the dataset that is registered under the source's name and read by that worker;
+    None if there is no dataset."""
 
 
 @dataclass(frozen=True)
@@ -300,15 +301,15 @@ class EvaluationSpec:
     interface_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the interface."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the final evaluation, see ``HeldOutOptions``."""
+    """Arguments of the final evaluation; see ``HeldOutOptions``."""
     interim_args: Mapping[str, Any] | None = None
-    """Arguments of all other evaluations; None for ``args``."""
+    """Arguments of all other evaluations; None to use ``args``."""
     every_steps: int = 0
     """Interval in steps between further evaluations; 0 for none."""
 
 
 def artifact_exists(artifact: Path) -> bool:
-    """Return whether an artifact exists: a file, or a folder that is not empty."""
+    """Return whether an artifact exists, as a file or as a folder that is not empty."""
     return next(artifact.iterdir(), None) is not None if artifact.is_dir() else artifact.exists()
 
 
@@ -350,21 +351,20 @@ class ServiceSpec:
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """The part of an asynchronous experiment that rollout workers run (docs/reference/dataflow.md
-    9)."""
+    """What the rollout workers of an asynchronous experiment run (docs/reference/dataflow.md 9)."""
 
     role: str
-    """Role whose weights generate."""
+    """Role whose weights generate the tokens."""
     calls: tuple[MFCDef, ...]
-    """Calls that rollout workers run instead of the graph, the generating one first."""
+    """Calls that rollout workers run instead of the graph. The generating call comes first."""
     episodes: RolloutOptions
-    """Options with which episodes are played."""
+    """Options for playing episodes."""
     options: AsyncConfig
-    """The section async_rl."""
+    """The configuration section ``async_rl``."""
     sessions: int
     """Number of environment sessions per rollout worker."""
     agent: str = ""
-    """Agent that plays, ``module:function``; "" is the built-in one."""
+    """Agent that plays the episodes, as ``module:function``; "" for the built-in agent."""
     agent_args: Mapping[str, Any] = field(default_factory=dict)
     """The agent's options as JSON values."""
 
@@ -375,8 +375,8 @@ class RolloutSpec:
 
     @property
     def rows_per_episode(self) -> int:
-        """Maximum number of sequences per episode: an agent may hold several conversations, and an
-        episode whose old reasoning is dropped has up to one row per turn."""
+        """Maximum number of sequences per episode. An agent may hold several conversations, and an
+        episode whose old reasoning is dropped has up to one sequence per turn."""
         if self.agent:
             return MAX_BRANCHES
         return 1 if self.episodes.keep_reasoning else self.episodes.max_turns
@@ -414,23 +414,24 @@ class ExperimentSpec:
     evaluation: EvaluationSpec | None = None
     """Held-out evaluation, if any."""
     environment: EnvironmentService | None = None
-    """Server that episodes are played on; None without one."""
+    """Server on which episodes are played; None if there is none."""
     services: tuple[ServiceSpec, ...] = ()
     """Additional workers."""
     rollout: RolloutSpec | None = None
-    """Rollouts of an asynchronous experiment, whose rollout workers stream the samples."""
+    """What rollout workers run in an asynchronous experiment; None in a synchronous one."""
     jobs: tuple[JobSpec, ...] = ()
-    """Processes that run first."""
+    """Processes that must finish before the workers start."""
     before: tuple[ExperimentSpec, ...] = ()
-    """Experiments that run first, each skipped if its ``artifact`` exists."""
+    """Experiments that must finish before this one starts. Each is skipped if its ``artifact``
+    exists."""
     export_role: str | None = None
-    """Role that is exported in Hugging Face format at the end."""
+    """Role that is exported in Hugging Face format at the end of the run; None for no export."""
     artifact: Path | None = None
-    """Folder that ``export_role`` is written to; None for ``policy`` in the run folder."""
+    """Folder into which ``export_role`` is exported; None for ``policy`` in the run folder."""
     log_keys: tuple[str, ...] = ()
-    """Keys that need no consumer in the graph, because they are only logged."""
+    """Keys that need no consumer in the graph because they are only logged."""
     advice: tuple[str, ...] = ()
-    """Warnings for the user, a line each."""
+    """Warnings for the user, one line each."""
 
     @property
     def needs_env(self) -> bool:
@@ -452,7 +453,7 @@ class ExperimentSpec:
 
 @dataclass(frozen=True)
 class Launch:
-    """The record of a launch for the run folder."""
+    """Record of a launch, kept in the run folder."""
 
     at: str = ""
     """Time of the launch, as ISO 8601; "" if nothing is to be recorded."""
@@ -461,35 +462,36 @@ class Launch:
     options: Mapping[str, Any] = field(default_factory=dict)
     """All options as JSON values, by dotted name."""
     changed: Mapping[str, Any] = field(default_factory=dict)
-    """Changed options of a resumed run, {name: [before, now]}."""
+    """Options that a resumed run has changed, {name: [before, now]}."""
     origin: Mapping[str, Any] = field(default_factory=dict)
-    """Commit, versions and command line."""
+    """Origin of the run: commit, versions and command line."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The plan that all workers of a run read, ``plan.json`` in the run folder."""
+    """The plan of a run, which all its workers read from ``plan.json`` in the run folder."""
 
     spec: ExperimentSpec
     """The experiment."""
     rpc: RpcConfig
-    """The section rpc."""
+    """The configuration section ``rpc``."""
     monitor: MonitorConfig
-    """The section monitor."""
+    """The configuration section ``monitor``."""
     exp_ctrl: CheckpointConfig
-    """The section exp_ctrl."""
+    """The configuration section ``exp_ctrl``."""
     recover_mode: RecoverMode
-    """Whether the run resumes."""
+    """Whether the run resumes from a checkpoint."""
     torch_threads: int
-    """The option torch_threads."""
+    """Value of the option ``torch_threads``: compute threads per worker, or 0 to choose
+    automatically."""
     started_at: float
     """Time of the launch in seconds since the epoch."""
     plugins: tuple[str, ...] = ()
     """Modules or files that every worker imports, because they register components."""
     gpus: Mapping[str, int] = field(default_factory=dict)
-    """GPU of each worker by name; other workers see the launcher's GPUs."""
+    """GPU index of each worker by name; workers without an entry see the launcher's GPUs."""
     network: NetworkConfig = field(default_factory=NetworkConfig)
-    """The section network."""
+    """The configuration section ``network``."""
     launch: Launch = field(default_factory=Launch)
     """The record of the launch."""
 
@@ -500,8 +502,7 @@ class RunPlan:
 
     @staticmethod
     def read(run_dir: Path) -> RunPlan:
-        """Read the plan of a run folder. Raises FileNotFoundError if the launcher wrote none
-        there."""
+        """Read the plan in a run folder. Raises FileNotFoundError if there is none."""
         return from_json_value(
             RunPlan, json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8"))
         )

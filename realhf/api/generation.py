@@ -1,5 +1,5 @@
-"""Interfaces of asynchronous generation: engines with continuous batching, and descriptions of
-their weights."""
+"""Interfaces for asynchronous generation: engines with continuous batching, and descriptions of the
+weights that they load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StreamingGenerator(Protocol):
 
     @property
     def version(self) -> int:
-        """Policy version of the weights in use; -1 before the first."""
+        """Policy version of the current weights; -1 before any were loaded."""
         ...
 
     def submit(
@@ -39,7 +39,8 @@ class StreamingGenerator(Protocol):
         ...
 
     def abort(self, slots: Sequence[int]) -> None:
-        """End these requests with the tokens sampled so far (reason ``aborted``)."""
+        """End the requests in these slots with the tokens sampled so far (finish reason
+        ``aborted``)."""
         ...
 
     def free(self, slots: Sequence[int]) -> None:
@@ -47,8 +48,8 @@ class StreamingGenerator(Protocol):
         ...
 
     def pause(self, timeout_s: float) -> None:
-        """Stop sampling until ``resume``, and return once no token is being sampled. Raises
-        TimeoutError."""
+        """Stop sampling until ``resume``; return once no token is being sampled. Raises
+        TimeoutError after ``timeout_s`` seconds."""
         ...
 
     def resume(self) -> None:
@@ -58,7 +59,7 @@ class StreamingGenerator(Protocol):
     def load_weights(
         self, version: int, tensors: Mapping[str, Tensor], *, again: bool = False
     ) -> None:
-        """Replace the weights between two tokens: all of them or, on an error, none.
+        """Replace the weights between two tokens. On an error, no tensor is changed.
 
         A version that is already in use is not loaded again unless ``again`` is set. Raises
         ValueError for a lower version, and for a tensor that is missing or has another shape.
@@ -66,8 +67,7 @@ class StreamingGenerator(Protocol):
         ...
 
     def weight_digests(self, names: Sequence[str]) -> dict[str, HeldTensor]:
-        """Return digests of the tensors that the engine holds under these names, without names that
-        it does not know.
+        """Return digests of the engine's tensors with these names; unknown names are omitted.
 
         Returns {} if the engine cannot report digests. Must not be called while weights are being
         loaded.
@@ -75,8 +75,8 @@ class StreamingGenerator(Protocol):
         ...
 
     def replica(self) -> StreamingGenerator | None:
-        """Return a second engine with a copy of the current weights, which is never updated; None
-        if that is impossible.
+        """Return another engine with a copy of the current weights, which is never updated; None if
+        this engine cannot be copied.
 
         Must not be called while weights are being loaded.
         """
@@ -94,10 +94,11 @@ class StreamingGenerator(Protocol):
 
 
 class TokenSource(Protocol):
-    """A source of sampled tokens for an agent, on the agent's event loop."""
+    """Interface through which an agent gets sampled tokens, on the agent's event loop."""
 
     async def generate(self, request: GenRequest) -> GenOutput:
-        """Return the rest of a turn, or a part of it (``interrupted``). Raises GenerationFailed."""
+        """Return the rest of a turn, or a part of it with the finish reason ``interrupted``. Raises
+        GenerationFailed."""
         ...
 
     def free(self, slots: Sequence[int]) -> None:
@@ -106,7 +107,7 @@ class TokenSource(Protocol):
 
 
 class GenerationFailed(RuntimeError):
-    """No generation worker could serve a request before its deadline."""
+    """Raised if no generation worker could serve a request before its deadline."""
 
 
 class TensorSlot(Message, frozen=True, array_like=True):
@@ -115,10 +116,10 @@ class TensorSlot(Message, frozen=True, array_like=True):
     name: str
     """Name of the parameter or buffer."""
     dtype: str
-    """Tag of ``realhf.api.keys``."""
+    """Dtype tag, see ``realhf.api.keys``."""
     shape: tuple[int, ...]
     offset: int
-    """First byte in the buffer."""
+    """Offset of the tensor's first byte in the buffer."""
     nbytes: int
     """Size in bytes."""
     digest: str = ""
@@ -126,16 +127,16 @@ class TensorSlot(Message, frozen=True, array_like=True):
 
 
 class HeldTensor(Message, frozen=True, array_like=True):
-    """What an engine reports of a tensor that it holds."""
+    """An engine's report about one of its tensors."""
 
     dtype: str
-    """Dtype in the engine."""
+    """Dtype of the tensor in the engine."""
     digest: str
     """Digest of the tensor in the engine's dtype; "" if the engine accepted the tensor but does not
     hold it under this name, so that it cannot be verified."""
     expected: str = ""
-    """Digest of the received tensor, converted to the engine's dtype; "" if that is the dtype of
-    the manifest."""
+    """Digest of the received tensor after conversion to the engine's dtype; "" if no conversion was
+    needed."""
 
     @property
     def proven(self) -> bool:
@@ -144,7 +145,7 @@ class HeldTensor(Message, frozen=True, array_like=True):
 
 
 class WeightsManifest(Message, frozen=True):
-    """One version of a policy's weights, and how to get it."""
+    """Description of one version of a policy's weights and how to get it."""
 
     version: int
     """Policy version."""
@@ -157,15 +158,15 @@ class WeightsManifest(Message, frozen=True):
     """Size of the buffer in bytes."""
     checksum: str
     """Hex digest (BLAKE2b, 16 bytes) of the flat buffer, which contains the tensors at their
-    offsets in the order of ``slots``; for ``shm``, whose buffer cannot be changed, of the tensors'
-    digests."""
+    offsets in the order of ``slots``. For ``shm``, whose buffer cannot change, it is a digest of
+    the tensors' digests."""
     slots: tuple[TensorSlot, ...] = ()
     """Locations of the tensors in the buffer."""
     trial: int = 0
-    """Nonzero for weights of a self-test, which an engine loads even if it already has this
-    version."""
+    """Step of a self-test; 0 outside of one. An engine loads the weights of a self-test even if it
+    already has this version."""
 
     @property
     def digest(self) -> str:
-        """One digest of all tensors, which identifies these weights in files and logs."""
+        """Joint digest of all tensors, which identifies these weights in files and logs."""
         return joint_digest({slot.name: slot.digest for slot in self.slots})

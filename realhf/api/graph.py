@@ -2,8 +2,8 @@
 
 Edges follow from the keys and are not configured (docs/reference/dataflow.md 3). ``build_graph``
 checks the graph and reports all problems at once, each with the model function call and the key.
-The graph is a multigraph of ``networkx``, which only this module imports, so that processes without
-a graph, such as the clients of both servers, do not load it.
+The graph is a ``networkx`` multigraph. Only this module imports ``networkx``, so that processes
+without a graph do not load it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DATASET = "__dataset__"
 
 
 class GraphError(ValueError):
-    """The graph is invalid. ``problems`` lists all reasons, one line each."""
+    """Raised for an invalid graph. ``problems`` lists all reasons, one line each."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -30,7 +30,7 @@ class GraphError(ValueError):
 
 
 class DataFlowGraph:
-    """A validated graph, built by ``build_graph``. ``warnings`` lists unusual but valid
+    """A validated dataflow graph, built by ``build_graph``. ``warnings`` lists unusual but valid
     properties."""
 
     def __init__(
@@ -55,7 +55,8 @@ class DataFlowGraph:
         for each key that is passed between two of them."""
 
     def _bound_inputs(self, mfc: MFCDef) -> tuple[str, ...]:
-        """Return the keys that the call waits for."""
+        """Return the keys for which a call waits: its required inputs and the optional ones that
+        have a producer."""
         optional = (key for key in mfc.optional_input_keys if key in self._producers)
         return (*mfc.input_keys, *optional)
 
@@ -74,17 +75,18 @@ class DataFlowGraph:
 
     @property
     def n_seqs(self) -> int:
-        """N, the number of samples of one step: the largest ``n_seqs``."""
+        """N, the number of samples in a train step, which is the largest ``n_seqs`` of all
+        calls."""
         return max(mfc.n_seqs for mfc in self.mfcs)
 
     def inputs(self, name: str) -> tuple[str, ...]:
-        """Return the keys that the call waits for: its required inputs and the optional ones that
-        have a producer."""
+        """Return the keys for which the call ``name`` waits: its required inputs and the optional
+        ones that have a producer."""
         return self._inputs[name]
 
     def producers(self, key: str) -> tuple[str, ...]:
-        """Return the producers of ``key`` (``__dataset__`` for the source): at most one in a valid
-        graph."""
+        """Return the producers of ``key`` (``__dataset__`` for the source). A valid graph has at
+        most one."""
         return tuple(self._producers.get(key, ()))
 
     def consumers(self, key: str) -> tuple[str, ...]:
@@ -92,8 +94,8 @@ class DataFlowGraph:
         return tuple(self._consumers.get(key, ()))
 
     def topological_levels(self) -> list[list[str]]:
-        """Group the calls such that each group depends only on earlier groups; calls of one group
-        may run concurrently."""
+        """Return groups of calls such that each group depends only on earlier groups. Calls in one
+        group may run concurrently."""
         return [sorted(level) for level in nx.topological_generations(self._calls())]
 
     def ancestors(self, name: str) -> frozenset[str]:
@@ -137,7 +139,7 @@ class DataFlowGraph:
         return "\n".join(line.rstrip() for line in lines)
 
     def _merged_edges(self) -> list[tuple[str, str, str]]:
-        """Return (producer, consumer, comma-separated keys), one edge per pair of nodes."""
+        """Return (producer, consumer, comma-separated keys) for each pair of connected nodes."""
         merged = {
             (DATASET, mfc.name): ["metadata"] for mfc in self.mfcs if not self._inputs[mfc.name]
         }
@@ -176,10 +178,10 @@ def build_graph(
     *,
     roles: Collection[str] | None = None,
 ) -> DataFlowGraph:
-    """Build a graph from calls, and check it.
+    """Build a graph from model function calls, and check it.
 
-    roles: existing model roles; None skips the check. An output that no call reads and that is not
-    in ``log_keys`` is a warning. Raises GraphError with all problems.
+    roles: existing model roles; None to skip the check of roles. An output that is neither read by
+    a call nor in ``log_keys`` gives a warning. Raises GraphError with all problems.
     """
     calls = tuple(mfcs)
     if not calls:
@@ -198,12 +200,13 @@ def build_graph(
 def to_async(
     mfcs: Iterable[MFCDef], also: Collection[str] = ("rew_inf",)
 ) -> tuple[list[MFCDef], list[MFCDef]]:
-    """Return (calls that stay in the graph, calls that rollout workers run instead).
+    """Split the calls for an asynchronous run: return (calls that stay in the graph, calls that
+    rollout workers run).
 
-    All generating calls leave the graph, and so do those named in ``also``. Their outputs arrive by
-    the stream, so these keys become dataset keys for the graph of the remaining calls
-    (docs/reference/dataflow.md 3). Raises GraphError if no call generates, or if a leaving call
-    needs a key of a remaining one.
+    Rollout workers run all generating calls and those named in ``also``. The outputs of these calls
+    arrive as streamed samples, so for the remaining graph they are dataset keys
+    (docs/reference/dataflow.md 3). Raises GraphError if no call generates, or if a call for rollout
+    workers needs a key that a remaining call produces.
     """
     calls = list(mfcs)
     leaving = [mfc for mfc in calls if mfc.interface_type is InterfaceType.GENERATE]

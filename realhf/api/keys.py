@@ -1,8 +1,8 @@
 """Registered keys of samples: dtypes, length rules and meaning (docs/reference/dataflow.md 2).
 
-For a sequence of ``L`` tokens, a key of rule ``L`` has one entry per token; rule ``L-1``
-("shifted") has at position ``t`` the entry for predicting token ``t+1``; rule ``1`` has one entry
-per sequence; ``free`` has lengths of its own.
+For a sequence of ``L`` tokens, a key with the rule ``L`` has one entry per token. With the rule
+``L-1`` ("shifted"), the entry at position ``t`` belongs to the prediction of token ``t+1``. With
+the rule ``1`` there is one entry per sequence, and with ``free`` any number.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import MappingProxyType
 ITEMSIZE = MappingProxyType(
     {"bool": 1, "u8": 1, "i16": 2, "i32": 4, "i64": 8, "f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 )
-"""Bytes of one element by dtype tag. Other dtypes are not supported."""
+"""Size of one element in bytes, by dtype tag. Other dtypes are not supported."""
 
 TORCH_NAMES = MappingProxyType(
     {
@@ -28,12 +28,12 @@ TORCH_NAMES = MappingProxyType(
         "f64": "float64",
     }
 )
-"""For each tag, the attribute of the torch module."""
+"""Name of each dtype in the torch module, by dtype tag."""
 
 _TAG_OF_TORCH = MappingProxyType({f"torch.{name}": tag for tag, name in TORCH_NAMES.items()})
 
 RULES = ("L", "L-1", "1", "free")
-"""Length rules, see above."""
+"""Length rules of keys; see the module's docstring."""
 
 
 def dtype_tag(dtype: object) -> str:
@@ -49,14 +49,14 @@ def dtype_tag(dtype: object) -> str:
 
 @dataclass(frozen=True)
 class KeySpec:
-    """A registered key."""
+    """Dtype, length rule and shape of a registered key."""
 
     name: str
     """Name of the key."""
     dtype: str
-    """Tag of ITEMSIZE."""
+    """Dtype tag, see ``ITEMSIZE``."""
     rule: str
-    """One of RULES."""
+    """Length rule, one of ``RULES``."""
     trailing: tuple[int, ...] = ()
     """Shape of one entry; () for scalars."""
 
@@ -101,25 +101,27 @@ STANDARD_KEYS: tuple[KeySpec, ...] = (
     KeySpec("turn_rewards", "f32", "free"),
     KeySpec("turn_states", "i64", "free"),
 )
-"""The keys of docs/reference/dataflow.md 2."""
+"""All registered keys (docs/reference/dataflow.md 2)."""
 
 VERIFIER_REWARDS = "verifier_rewards"
-"""Output of ``rew_inf`` if a reward model contributes to ``rewards``."""
+"""Key that ``rew_inf`` produces if a reward model contributes to ``rewards``."""
 ROLLOUT_KEY = "rollout_index"
-"""Number of the rollout to which each sequence of a sample belongs."""
+"""Key with the number of the rollout to which each sequence of a sample belongs."""
 
 TURN_IDS = "turn_ids"
-"""Number of the turn that sampled each token, from 0; -1 for tokens that the policy did not
-sample."""
+"""Key with the number of the turn that sampled each token, from 0; -1 for tokens that the policy
+did not sample."""
 TURN_KEYS = (TURN_IDS, "turn_rewards", "turn_states")
 """Keys that rollouts produce if a call of the graph reads them."""
 
 FEEDBACK_PROMPT = "feedback_prompt_ids"
-"""Prompt of a row with added feedback, which rollouts produce if a call of the graph reads it."""
+"""Key with a sequence's prompt plus feedback, which rollouts produce if a call of the graph reads
+it."""
 FEEDBACK_RATIOS = "feedback_logratios"
-"""Log-probabilities of the row's tokens with feedback in the prompt, minus those without."""
+"""Key with the log-probabilities of a sequence's tokens with feedback in the prompt, minus those
+without."""
 NONE, ERRORS, SOLVED, ANY = FEEDBACKS = ("none", "errors", "solved", "any")
-"""Which feedback a policy gets on its attempts (``ppo.feedback``)."""
+"""Kinds of feedback that a policy can get on its attempts (``ppo.feedback``)."""
 
 
 def key_spec(name: str) -> KeySpec:

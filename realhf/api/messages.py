@@ -1,5 +1,4 @@
-"""Validation of the messages and rows that users provide. Everything that is read, rendered or
-trained on is validated here only.
+"""Validation of the messages and data rows that users provide. No other module validates them.
 
 These modules call it:
 
@@ -16,10 +15,10 @@ These modules call it:
   ``realhf.env.adapters.policy_endpoint``;
 - requests of an agent to the endpoint of the OpenAI API: ``realhf.rollout.openai_requests``.
 
-Preference pairs (``experiment=dpo``) are built from played episodes and have no rows. The
+Preference pairs (``experiment=dpo``) are built from played episodes, not from data rows. The
 trajectory server forwards ``messages`` to other trainers by its own rules
-(docs/reference/trajectory.md 2.6): it requires a role and a content, interprets neither, and trains
-on token ids.
+(docs/reference/trajectory.md 2.6): each message needs a role and a content, neither of which is
+interpreted, and training uses token ids.
 """
 
 from __future__ import annotations
@@ -33,29 +32,30 @@ from realhf.base.json_values import format_value, json_problem
 ROLES = ("system", "user", "assistant", "tool")
 """Roles of messages."""
 ANSWERING_ROLES = ("system", "user", "tool")
-"""Roles in an environment's answer to a turn; assistant messages come from the policy only."""
+"""Roles in an environment's answer to a turn. Only the policy sends assistant messages."""
 _ASSISTANT_KEYS = ("tool_calls", "reasoning_content", "train")
-"""Keys that only an assistant's message may have."""
+"""Keys that only an assistant message may have."""
 _FOREIGN_KEYS = {
     "weight": "train (true or false)",
     "reasoning": "reasoning_content",
     "thinking": "reasoning_content",
     "function_call": "tool_calls",
 }
-"""Keys of other programs for a demonstrated turn, which would be ignored, and what to write
-instead."""
+"""Keys that other programs use in demonstrated turns and that would be ignored here, with the
+replacement for each."""
 
 
 def message_problems(messages: Any, what: str, roles: Sequence[str] = ROLES) -> Iterator[str]:
     """Yield a sentence, beginning with ``what``, for each invalid message.
 
-    A message is JSON with a known role and a text as content, which may be null or missing only if
-    there are ``tool_calls``. These have a name and arguments, as an object or its JSON text.
-    ``reasoning_content`` is text and ``train`` is true or false; both are only for assistants.
-    ``name`` and ``tool_call_id`` are text. Null counts as missing, and so does an empty list of
-    ``tool_calls``, which exports of chats contain in every message.
+    A message is a JSON object with a known ``role``. Its ``content`` must be a string, which may be
+    null or missing only if there are ``tool_calls``. Each call has a name and arguments; these are
+    an object, or a string with the object as JSON. Only assistant messages may have
+    ``reasoning_content`` (a string) and ``train`` (true or false). ``name`` and ``tool_call_id``
+    are strings. Null counts as missing, and so does an empty list of ``tool_calls``, because chat
+    exports contain one in every message.
 
-    roles: the roles that a message about an invalid role suggests.
+    roles: the valid roles, which the error about an invalid role lists.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         yield f"{what} must be a list of messages, not {format_value(messages)}"
@@ -117,7 +117,7 @@ def _calls_problem(calls: Any) -> str:
 
 
 def _is_json_object(value: Any) -> bool:
-    """Return whether a value is a map or the JSON text of an object."""
+    """Return whether a value is a mapping, or a string that contains a JSON object."""
     if not isinstance(value, str):
         return isinstance(value, Mapping)
     try:
@@ -128,9 +128,9 @@ def _is_json_object(value: Any) -> bool:
 
 def find_missing_request(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return why valid messages do not ask the policy for anything, as the end of a sentence; "" if
-    they do.
+    they ask for something.
 
-    They do if a message other than a system message has text or calls.
+    Messages ask for something if any message other than a system message has text or calls.
     """
     if not messages:
         return "has no message"
@@ -147,10 +147,10 @@ def _has_content(message: Mapping[str, Any]) -> bool:
 
 
 def demonstration_problems(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with a row of demonstrations.
+    """Yield each problem of a demonstration row.
 
-    It consists of ``messages``, which start with messages that an assistant answers, and optional
-    schemas of ``tools``. Turns to be trained on must not be empty.
+    A row has ``messages``, in which an assistant answers earlier messages, and optionally
+    ``tools``, a list of schemas. Turns to be trained on must not be empty.
     """
     if "messages" not in row:
         yield f"the row has no messages (it has {', '.join(map(format_value, [*row][:8])) or 'nothing'})"
@@ -173,8 +173,8 @@ def demonstration_problems(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _turn_problems(turn: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with a demonstrated turn: keys that would be ignored, and empty turns,
-    which would train the policy to say nothing."""
+    """Yield each problem of a demonstrated turn: keys that would be ignored, and an empty turn,
+    which would train the policy to write nothing."""
     for key, instead in _FOREIGN_KEYS.items():
         if turn.get(key) is not None:
             yield f"{key} is not read here; write {instead}"
@@ -188,8 +188,8 @@ def _turn_problems(turn: Mapping[str, Any]) -> Iterator[str]:
 
 
 def tool_problems(tools: Any, what: str = "tools") -> Iterator[str]:
-    """Yield a sentence, beginning with ``what``, for each invalid schema of a tool. A schema is
-    JSON with a name."""
+    """Yield a sentence, beginning with ``what``, for each invalid tool schema. A schema is a JSON
+    object with a name."""
     if not isinstance(tools, (list, tuple)):
         yield f"{what} must be a list of JSON schemas, not {format_value(tools)}"
         return

@@ -1,4 +1,5 @@
-"""Interfaces of what a model worker runs: engines, algorithms and their call context.
+"""Interfaces of the objects that a model worker uses: engines, backends, algorithms, and the
+context of their calls.
 
 Vocabulary: an *engine* holds the weights of one model role on one worker and can train, score and
 generate; an *interface* is the algorithm of one model function call, written against the engine; a
@@ -29,27 +30,28 @@ class GenRequest:
     """A request to continue one sequence."""
 
     slot: int
-    """Cache row that may hold the keys and values of a prefix; the engine reuses what matches and
-    computes the rest."""
+    """Number of the cache row, which may contain keys and values of a part of the prefix. The
+    engine reuses the matching part and computes the rest."""
     token_ids: Sequence[int]
-    """The whole prefix."""
+    """Token ids of the whole prefix."""
     sampled: int = 0
-    """Number of tokens at the end of the prefix that belong to the same turn, which continues after
-    an interruption; they count towards its minimum and maximum length."""
+    """If the request continues an interrupted turn: number of tokens at the end of the prefix that
+    belong to that turn. They count towards its minimum and maximum length."""
     seed: int | None = None
-    """Seed of the sequence's own random stream: its tokens depend on the seed and their positions,
-    not on the other sequences of the batch. None: no own stream."""
+    """Seed of the sequence's own random stream, so that its tokens depend only on the seed and
+    their positions, not on other sequences of the batch. None if it has no own stream."""
     min_version: int = -1
-    """Minimum policy version of the weights with which a generation worker samples."""
+    """Minimum policy version with which a generation worker may sample."""
     pinned_version: int = -1
-    """Exact policy version to sample with, which the worker keeps for an evaluation; -1: none."""
+    """Exact policy version to sample with, which the worker has pinned for an evaluation; -1 for
+    none."""
     greedy: bool = False
-    """With a pinned version: sample greedily instead of as in training."""
+    """Whether to decode greedily instead of sampling as in training; only with a pinned version."""
 
 
 @dataclass(frozen=True)
 class GenOutput:
-    """What the engine sampled after the prefix of one request."""
+    """Tokens that an engine has sampled for one request."""
 
     token_ids: list[int]
     """Sampled tokens, including the stop id that ended them, if any."""
@@ -59,11 +61,11 @@ class GenOutput:
     versions: list[int]
     """Policy version that sampled each token."""
     finish_reason: str
-    """``stop``, ``length`` or ``interrupted`` (the turn is to be continued)."""
+    """``stop``, ``length`` or ``interrupted`` (the turn must be continued)."""
 
 
 class GenerationEngine(Protocol):
-    """A generator of token sequences that keeps KV-cache rows between calls until their slot is
+    """A generator of token sequences. It keeps KV-cache rows between calls until their slot is
     freed."""
 
     @property
@@ -90,17 +92,19 @@ class GenerationEngine(Protocol):
     def free(self, slots: Sequence[int] | None = None) -> None:
         """Free the cache rows of these slots (all if None).
 
-        Called at the end of an episode, and by the training engine after a weight update.
+        Callers are the player, at the end of an episode, and the training engine, after a weight
+        update.
         """
         ...
 
 
 class ForwardOutputs(Protocol):
-    """Results of a forward pass at the m positions of a micro-batch whose predictions are needed.
+    """Results of a forward pass at the m positions of a micro-batch at which predictions are
+    needed.
 
-    These are the positions where ``loss_mask`` includes the predicted token, or all if the sample
-    has no mask. Every tensor that a method returns is fp32 and packed, L-1 entries for each
-    sequence of the micro-batch, and 0 at other positions.
+    These are the positions where ``loss_mask`` includes the predicted token, or all positions if
+    the sample has no mask. Unless stated otherwise, methods return fp32 tensors packed with L-1
+    entries for each sequence of the micro-batch, with 0 at other positions.
     """
 
     def logprobs(
@@ -122,13 +126,13 @@ class ForwardOutputs(Protocol):
         ...
 
     def logprobs_of(self, tokens: Tensor) -> Tensor:
-        """Return the log-probabilities of other ``tokens``, i64 (n, K), at the positions of the
-        sample's own tokens, as fp32 (n, K), packed L-1."""
+        """Return the log-probabilities of K alternative tokens at each position. ``tokens`` is i64
+        (n, K) and the result fp32 (n, K), both packed L-1."""
         ...
 
     def keep(self, name: str, values: Tensor) -> None:
-        """Keep a packed L-1 tensor for ``TrainResult.kept``, which contains it for the whole batch,
-        fp32 on the CPU."""
+        """Keep a packed L-1 tensor under ``name``. ``TrainResult.kept`` will contain it for the
+        whole batch, as fp32 on the CPU."""
         ...
 
     @property
@@ -148,17 +152,17 @@ class ForwardOutputs(Protocol):
 
     @property
     def head(self) -> Tensor | None:
-        """The weight of the output projection, (vocabulary, width); None if the head is more than a
-        matrix product."""
+        """The weight of the output projection, (vocabulary, width); None if the head computes more
+        than a matrix product."""
         ...
 
 
 LossFn = Callable[[ForwardOutputs, SequenceSample], "tuple[Tensor, dict[str, float]]"]
 """(outputs of the forward pass of one micro-batch, the micro-batch) -> (loss, statistics).
 
-A micro-batch contains some sequences of the batch, regardless of groups, so quantities of a group
-or of the whole batch must be computed before and passed as keys. Losses and statistics are summed
-over micro-batches; a statistic whose name ends in ``_max`` takes the maximum.
+Micro-batches may split groups, so quantities of a group or of the whole batch must be computed
+beforehand and passed as keys. Losses and statistics are summed over micro-batches, except for
+statistics whose name ends in ``_max``, of which the maximum is taken.
 """
 
 PostFn = Callable[[ForwardOutputs, SequenceSample], "Tensor"]
@@ -167,8 +171,8 @@ sequence."""
 
 
 POSITIONS = "positions"
-"""Statistic of a train step: number of positions that went through the model, padding included,
-with each common prefix of a row counted once."""
+"""Name of a train-step statistic: number of positions computed by the model, including padding. A
+prefix that several sequences of a row share counts once."""
 
 
 @dataclass(frozen=True)
@@ -182,22 +186,22 @@ class TrainResult:
     skipped: bool
     """Whether the update was skipped because loss or gradient was not finite."""
     kept: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tensors that the loss kept (``ForwardOutputs.keep``), packed L-1 per sequence of the
-    batch."""
+    """Tensors that the loss has kept (``ForwardOutputs.keep``), packed with L-1 entries per
+    sequence of the batch."""
 
 
 class Engine(Protocol):
-    """The weights of one model role, with training and inference.
+    """Interface of an engine, which holds the weights of one model role and does training and
+    inference with them.
 
     It raises an error for an invalid batch and never silently trains on less.
 
-    A role may have several workers, its ranks. Each of them gets the whole batch and returns the
-    whole result, which is the same on all ranks; the engine decides what each rank computes, so
-    algorithms do not depend on ranks.
+    A role may have several workers, its ranks. Each rank gets the whole batch and returns the same
+    whole result. The engine decides what each rank computes, so algorithms do not depend on ranks.
 
-    ``version`` is the policy version: the number of committed train steps, which the learning rate
-    follows. Only the model host sets it, before and after the calls of a step. Setting it frees all
-    rows of the generation engine.
+    ``version`` is the policy version, which is the number of committed train steps; the learning
+    rate depends on it. Only the model host sets it, before and after the calls of a step. Setting
+    it frees all cache rows of the generation engine.
 
     Optional methods: ``use_threads(threads: ComputeThreads)`` makes the engine compute with these
     threads (``realhf.backends``); ``release_generation()`` frees the memory of the generation
@@ -215,22 +219,22 @@ class Engine(Protocol):
         mb_spec: MicroBatchSpec,
         normaliser: float = 1.0,
     ) -> TrainResult:
-        """Make one optimizer step on ``sample``, with the gradient of the sum of losses divided by
-        ``normaliser``.
+        """Make one optimizer step on ``sample`` with the gradient of (sum of losses /
+        ``normaliser``).
 
-        Micro-batches are cut by sequence; the backward pass of each one follows its loss
-        immediately. Losses are summed over micro-batches, so ``loss_fn`` or ``normaliser`` must
-        divide by totals of the whole batch. If the loss or the gradient norm is not finite, weights
-        and optimizer state stay unchanged. Frees the memory of the generation engine's rows first.
-        Raises ValueError for a normaliser that is not positive.
+        The batch is split into micro-batches of whole sequences, and each one's backward pass
+        directly follows its loss. Losses are summed over micro-batches, so ``loss_fn`` or
+        ``normaliser`` must divide by totals of the whole batch. If the loss or the gradient norm is
+        not finite, weights and optimizer state stay unchanged. The memory of the generation
+        engine's rows is freed first. Raises ValueError for a normaliser that is not positive.
         """
         ...
 
     def forward(
         self, sample: SequenceSample, post_fn: PostFn, *, mb_spec: MicroBatchSpec
     ) -> Tensor:
-        """Return the results of ``post_fn`` for all micro-batches, joined: fp32, packed L-1 for
-        each sequence of the sample, without gradient, on the CPU.
+        """Return the concatenated results of ``post_fn`` for all micro-batches: fp32 on the CPU,
+        packed with L-1 entries for each sequence of the sample, without gradients.
 
         Raises ValueError if ``post_fn`` returns another shape.
         """
@@ -240,10 +244,10 @@ class Engine(Protocol):
         self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec
     ) -> Tensor:
         """Return the shifted log-probabilities of the sample's own tokens, fp32 (sum of L-1,),
-        without gradient.
+        without gradients.
 
         They are 0 where ``loss_mask``, if present, excludes the predicted token. ``logprobs_by``
-        implements this by ``forward``.
+        implements this method with ``forward``.
         """
         ...
 
@@ -252,9 +256,9 @@ class Engine(Protocol):
         ...
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the parameters and persistent buffers by name, with tied ones once.
+        """Return the parameters and persistent buffers by name. Tied ones appear once.
 
-        They are views, which the next train step changes.
+        The tensors are views, which the next train step changes.
         """
         ...
 
@@ -268,17 +272,17 @@ class Engine(Protocol):
         ...
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Restore the state that ``save_checkpoint`` wrote."""
+        """Restore the state that ``save_checkpoint`` has written."""
         ...
 
     def export_hf(self, folder: Path) -> None:
-        """Write weights, config and tokenizer in the format of
-        ``AutoModelForCausalLM.from_pretrained``."""
+        """Write weights, config and tokenizer so that ``AutoModelForCausalLM.from_pretrained`` can
+        load them."""
         ...
 
 
 class Forwards(Protocol):
-    """The part of an engine that computes without training."""
+    """The part of an engine's interface that ``logprobs_by`` needs."""
 
     def forward(
         self, sample: SequenceSample, post_fn: PostFn, *, mb_spec: MicroBatchSpec
@@ -290,7 +294,7 @@ class Forwards(Protocol):
 def logprobs_by(
     engine: Forwards, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec
 ) -> Tensor:
-    """Return ``Engine.logprobs``, computed by the engine's ``forward``.
+    """Return the result of ``Engine.logprobs``, computed with the engine's ``forward``.
 
     Raises ValueError for a temperature that is not positive.
     """
@@ -307,15 +311,15 @@ class Backend(Protocol):
     def build(self, spec: ModelSpec, *, seed: int, total_train_steps: int) -> Engine:
         """Build the engine of one role.
 
-        seed: for random weights and random numbers. total_train_steps: length of the learning-rate
-        schedule.
+        seed: seed for random weights and random numbers. total_train_steps: length of the
+        learning-rate schedule.
         """
         ...
 
 
 @dataclass
 class Model:
-    """One model role as an interface sees it."""
+    """A model role, as it is passed to interfaces."""
 
     role: str
     """Name of the role."""
@@ -324,14 +328,14 @@ class Model:
     tokenizer: Any
     """Hugging Face tokenizer."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables for rendering conversations by the chat template."""
+    """Variables of the chat template."""
     tool_parser: str = AUTO
-    """Syntax of tool calls; "auto": that of the chat template."""
+    """Syntax of tool calls; "auto" detects it from the chat template."""
 
 
 @dataclass
 class EpisodeCount:
-    """Number of episodes of a call that plays. Other threads read it during the call."""
+    """Progress of a call that plays episodes. Other threads read it during the call."""
 
     finished: int = 0
     """Finished episodes."""
@@ -341,14 +345,14 @@ class EpisodeCount:
 
 @dataclass(frozen=True)
 class CallContext:
-    """Everything about a call that is not in the sample."""
+    """Context of a call: everything that is not in the sample."""
 
     step: int
     """Train step."""
     seed: int
     """Seed derived from the run's seed, the role and the step."""
     mb_spec: MicroBatchSpec
-    """How to cut the sample into micro-batches."""
+    """How to split the sample into micro-batches."""
     run_dir: Path
     """Folder of the run."""
     endpoints: dict[str, list[str]] = field(default_factory=dict)
@@ -357,22 +361,23 @@ class CallContext:
     recorder: RolloutRecorder = NO_RECORDER
     """Recorder of played and trained rollouts."""
     progress: EpisodeCount = field(default_factory=EpisodeCount)
-    """Count of episodes that a playing interface updates, for the display of the run."""
+    """Episode count for the run's display, which an interface updates while it plays."""
 
 
 MEANS_OVER = "means_over"
-"""Key of the statistics that gives the number of values behind a mean, see ``ModelInterface``."""
+"""Key of the statistics under which an interface reports the number of values behind each mean; see
+``ModelInterface``."""
 
 
 class ModelInterface(Protocol):
     """The algorithm of a model function call, built with ``MFCDef.interface_args``.
 
-    Any of ``generate``, ``inference``, ``train_step`` and ``evaluate`` may be present.
+    It has one or more of the methods ``generate``, ``inference``, ``train_step`` and ``evaluate``.
 
     ``generate`` and ``inference``: (model, sample, context) -> SequenceSample of new keys with the
     same ids in the same order, or ``(sample, stats)`` with a dict of statistics. ``train_step`` and
     ``evaluate``: (model, sample, context) -> stats. Inputs are never mutated. ``stats[MEANS_OVER]``
-    is {name: number of values} of means that are not over the samples of the call.
+    is {name: number of values} for each mean that is not over the samples of the call.
 
     Optional methods: ``state_dict()`` returns all state that a resumed run needs, as JSON values,
     for the checkpoint; ``load_state_dict(state)`` restores it; ``committed()`` is called when the

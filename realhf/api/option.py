@@ -31,13 +31,14 @@ C = TypeVar("C")
 
 OnResume = Literal["free", "warns", "refuses"]
 """Effect of a changed option on a run that resumes from a checkpoint. ``free``: the new value is
-used, since it only concerns the execution; ``warns``: the new value is used from there on, with a
-warning; ``refuses``: an error, since it would be another experiment. The default is ``refuses``."""
+used, because it only affects how the run is executed. ``warns``: the new value is used from the
+checkpoint on, with a warning. ``refuses``: the change is an error, because it would be another
+experiment. The default is ``refuses``."""
 
 MAX_SEED = 2**63 - 1
 """Largest seed that all random generators accept as a signed 64-bit integer."""
 REFERENCE = "FILE.py:NAME"
-"""How a custom component is named on the command line."""
+"""Form in which the command line names a custom component."""
 _KEY = "option"
 """Key of the ``Option`` in a field's metadata."""
 _IDLE = "idle"
@@ -48,7 +49,7 @@ _ON_RESUME = "on_resume"
 
 @dataclass(frozen=True)
 class Option:
-    """The properties of an option besides its default."""
+    """Properties of an option other than its default."""
 
     about: str = ""
     """Description, one sentence."""
@@ -59,7 +60,7 @@ class Option:
     at_most: float | None = None
     """Inclusive upper bound."""
     choices: tuple[str, ...] = ()
-    """Allowed values; () for any."""
+    """Allowed values; () allows any value."""
     registry: str = ""
     """Registry in ``realhf.registry`` whose names are the allowed values."""
     reference: bool = False
@@ -69,11 +70,11 @@ class Option:
     idle: str = ""
     """Explanation for the error message about an option that was set but has no effect."""
     on_resume: OnResume | None = None
-    """Effect of a change on resume; None for that of the section."""
+    """Effect of a changed value on resume; None to inherit it from the section."""
 
     def bound(self) -> str:
-        """Return the bounds as text, such as ``at least 1`` or ``between 0 and 1``; "" without
-        bounds."""
+        """Return the bounds as text, such as ``at least 1`` or ``between 0 and 1``; "" if there are
+        none."""
         low = self.at_least
         high = self.at_most
         if low is not None and high is not None:
@@ -88,8 +89,8 @@ class Option:
         return " and ".join(parts)
 
     def is_within_bounds(self, value: float) -> bool:
-        """Return whether a number is within the bounds. Infinity is within no bounds, and NaN
-        never."""
+        """Return whether a number is within the bounds. An option with any bounds rejects infinity,
+        and every option rejects NaN."""
         low = self.at_least is None or value >= self.at_least
         high = self.at_most is None or value <= self.at_most
         finite = not self.bound() or abs(value) != math.inf
@@ -97,14 +98,14 @@ class Option:
 
 
 class NamedOption(NamedTuple):
-    """An option of a configuration."""
+    """An option of a configuration, with its name and value."""
 
     name: str
     """Dotted name, such as ``actor.optimizer.lr``."""
     option: Option
-    """Its properties, with those inherited from its sections."""
+    """Properties of the option, including those inherited from its sections."""
     value: Any
-    """Its value."""
+    """Value of the option."""
 
 
 @runtime_checkable
@@ -133,10 +134,11 @@ def option(
     idle: str = "",
     on_resume: OnResume | None = None,
 ) -> Any:
-    """Return a dataclass field for an option; the arguments are those of ``Option``.
+    """Return a dataclass field for an option. The arguments are the fields of ``Option``.
 
     A default list or mapping is copied for every instance. Bounds and choices apply to each item of
-    a list, and None is allowed wherever the type allows it."""
+    a list, and None is allowed wherever the type allows it.
+    """
     properties = Option(
         about,
         at_least,
@@ -160,31 +162,32 @@ def section(
 ) -> Any:
     """Return a dataclass field for a section of the class ``kind``.
 
-    ``changed`` are defaults that differ from those of ``kind``. ``idle`` and ``on_resume`` apply to
-    all options of the section that have none of their own."""
+    ``changed`` contains defaults that differ from those of ``kind``. ``idle`` and ``on_resume``
+    apply to all options of the section that do not set them.
+    """
     return field(
         default_factory=lambda: kind(**changed), metadata={_IDLE: idle, _ON_RESUME: on_resume}
     )
 
 
 def with_path(options: type[Any], path: str, about: str) -> type[Any]:
-    """Return a subclass of ``options`` with an option ``path``, which names the chosen component,
-    or ``options`` itself if it has one."""
+    """Return a subclass of ``options`` with an additional option ``path``, which names the chosen
+    component. Return ``options`` itself if it already has that option."""
     if any(every.name == "path" for every in fields(options)):
         return options
     return _add_field(options, "path", str, option(path, about))
 
 
 def with_section(config: type[C], name: str, kind: type[Any]) -> type[C]:
-    """Return a subclass of ``config`` with a section of the class ``kind``, which replaces one of
-    the same name."""
+    """Return a subclass of ``config`` with a section ``name`` of the class ``kind``, which replaces
+    any section of that name."""
     replaced = next((every.metadata for every in fields(config) if every.name == name), {})  # type: ignore[arg-type]
     on_resume = replaced[_KEY].on_resume if _KEY in replaced else replaced.get(_ON_RESUME)
     return _add_field(config, name, kind, section(kind, on_resume=on_resume))
 
 
 def _add_field(base: type[Any], name: str, kind: type[Any], default: Any) -> type[Any]:
-    """Return a subclass of ``base`` with one more field, under the same name, module and
+    """Return a subclass of ``base`` with one more field and with the same class name, module and
     docstring."""
     derived = make_dataclass(base.__name__, [(name, kind, default)], bases=(base,))
     derived.__module__ = base.__module__
@@ -227,7 +230,9 @@ def problems(
     """Yield a line for each mistake in a section: values out of range or unknown, then the
     sections' own checks.
 
-    ``known`` returns the names of a registry; without it these values are not checked."""
+    ``known`` returns the names in a registry; if it is None, options with a registry are not
+    checked against it.
+    """
     invalid = []
     for entry in walk(config, name):
         if line := _find_problem(entry, known):

@@ -1,5 +1,5 @@
-"""Parallel training by several workers of a model role, its *ranks*, and validation of its options
-before any of them starts.
+"""Parallel training by several workers of a model role, which are called its *ranks*, and
+validation of the options for it before any worker starts.
 
 Every rank of a group call gets the whole batch and computes batch-wide quantities identically; the
 engine divides the sequences and sums gradients and statistics over ranks. Algorithms do not depend
@@ -26,32 +26,35 @@ SHARDED = "fsdp2"
 
 
 class CollectiveBroken(RuntimeError):
-    """A computation of several ranks was aborted because another rank failed, left or was too
-    slow."""
+    """Raised when a joint computation of several ranks was aborted because another rank failed,
+    left or was too slow."""
 
 
 class WeightsNotGathered(RuntimeError):
-    """The weights of a sharded model are needed whole, but were not gathered on this rank."""
+    """Raised when the full weights of a sharded model are needed but were not gathered on this
+    rank."""
 
 
 class Group(Protocol):
-    """The ranks of a role as the model host sees them: the attribute ``ranks`` of their engines.
+    """Group of the ranks of a role, which the model host controls through the attribute ``ranks``
+    of an engine.
 
-    Outside of ``together`` a rank works alone: it computes every sequence of a batch and waits for
-    no other rank.
+    Outside of ``together`` each rank works alone: it computes every sequence of a batch and does
+    not wait for other ranks.
     """
 
     @property
     def number(self) -> int:
-        """Number of this rank, also outside of ``together``. Rank 0 does the work that is needed
-        only once."""
+        """Number of this rank, which is also valid outside of ``together``. Rank 0 does work that
+        must be done only once."""
         ...
 
     def together(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Compute together with the other ranks within the block.
+        """Context manager within which this rank computes together with the other ranks.
 
-        Raises CollectiveBroken if they do not join, or join for something other than ``what``. An
-        error in the block aborts the computation of the other ranks, which raise CollectiveBroken.
+        Raises CollectiveBroken if the other ranks do not join, or if they join with another value
+        of ``what``. An error in the block aborts the computation of the other ranks, which then
+        raise CollectiveBroken.
         """
         ...
 
@@ -62,7 +65,7 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class Parallel:
-    """``dp`` copies of a model, each sharded over ``fsdp`` workers.
+    """Sizes of a parallel layout with ``dp`` copies of a model, each sharded over ``fsdp`` workers.
 
     Ranks are the role's workers in ascending order; rank ``r`` holds part ``r % fsdp`` of copy ``r
     // fsdp``.
@@ -80,10 +83,10 @@ class Parallel:
 
 
 def resolve_parallel(role: str, config: ModelConfig) -> Parallel:
-    """Return how the workers of ``role`` train together.
+    """Return the parallel layout of the workers of ``role``.
 
-    Raises ConfigError for invalid options: a backend for one worker with several workers, or sizes
-    whose product is not the number of workers.
+    Raises ConfigError for invalid options, such as several workers with a single-worker backend, or
+    sizes whose product is not the number of workers.
     """
     workers = len(config.workers)
     sizes = config.parallel
@@ -126,8 +129,8 @@ def resolve_parallel(role: str, config: ModelConfig) -> Parallel:
 
 
 def _single_worker_sizes(role: str, config: ModelConfig) -> Parallel:
-    """Return the sizes for a backend of one worker. Raises ConfigError for options that need
-    more."""
+    """Return the layout for a single-worker backend. Raises ConfigError for options that need
+    several workers."""
     sizes = config.parallel
     for name, size in (("dp", sizes.dp), ("fsdp", sizes.fsdp)):
         if size > 1:
@@ -147,9 +150,9 @@ def _single_worker_sizes(role: str, config: ModelConfig) -> Parallel:
 
 
 def untrained_backend(backend: str) -> str:
-    """Return the backend for a role that shares its model with a role of ``backend`` and is not
-    trained.
+    """Return the backend for an untrained role that shares its model with a role that uses
+    ``backend``.
 
-    Such a role has a whole model on each of its workers.
+    An untrained role has a complete model on each of its workers.
     """
     return SINGLE if backend in (REPLICATED, SHARDED) else backend

@@ -1,7 +1,8 @@
 """Passports: evidence of how reliable the reward of an environment is.
 
-A passport counts wrong plays that were paid and right plays that were refused. It is a small file
-that ships with the environment; each run keeps a copy.
+A passport counts how many wrong plays (episodes that do not solve the task) were paid the full
+reward, and how many right plays were refused it. It is a small file that ships with the
+environment; each run keeps a copy.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from realhf.api.evaluation import wilson_interval
 from realhf.base.files import write_atomic
 
 PASSPORT_FILE = "passport.json"
-"""Name of the copy in a run folder."""
+"""File name of the passport's copy in a run folder."""
 MODIFIED = "-modified"
-"""Suffix of a commit with uncommitted changes."""
+"""Suffix of ``Passport.commit`` if there were uncommitted changes."""
 ENDING = ".passport.json"
 """Suffix of the file names of passports."""
 _NONE = "this environment has no passport: it was not measured which wrong plays it pays"
@@ -40,7 +41,8 @@ class Counts:
     """Right plays that did not get the full reward."""
 
     def add(self, *, right: bool, paid: bool) -> None:
-        """Count one play."""
+        """Count one play. ``right``: whether it solves the task; ``paid``: whether it got the full
+        reward."""
         self.right += right
         self.wrong += not right
         self.paid += paid and not right
@@ -55,7 +57,7 @@ class Counts:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the counts as plain data, with Wilson's 95 % intervals of the two error rates."""
+        """Return the counts as JSON values, with Wilson's 95 % intervals of the two error rates."""
         shares = {"paid_95": wilson_interval(self.paid, self.wrong)}
         shares |= {"refused_95": wilson_interval(self.refused, self.right)}
         return vars(self) | {name: [round(end, 6) for end in ends] for name, ends in shares.items()}
@@ -63,7 +65,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Passport:
-    """Counts of plays of an environment, by kind of play."""
+    """Counts of plays of an environment by kind, and how they were measured."""
 
     environment: str
     """Name of the environment."""
@@ -77,7 +79,7 @@ class Passport:
     """Counts by kind of play."""
 
     def write(self, file: Path) -> None:
-        """Write the passport. Raises OSError."""
+        """Write the passport to a file. Raises OSError."""
         about = {name: value for name, value in vars(self).items() if name != "kinds"}
         kinds = {name: counts.to_json() for name, counts in sorted(self.kinds.items())}
         write_atomic(file, json.dumps(about | {"kinds": kinds}, indent=1) + "\n")
@@ -106,9 +108,9 @@ def _percent(number: int, of: int) -> str:
 
 
 def read_passport(file: Path) -> Passport | None:
-    """Return the passport in a file; None if the file does not exist.
+    """Read a passport from a file; return None if the file does not exist.
 
-    Raises ValueError for a file with other contents, and OSError.
+    Raises ValueError if the file does not contain a passport, and OSError.
     """
     try:
         with file.open("rb") as stream:

@@ -1,7 +1,7 @@
-"""Rollouts: an episode as token ids for training, and the chat format that encodes conversations as
-token ids.
+"""Types of rollouts: an episode as token ids for training, and the chat format that encodes
+conversations as token ids.
 
-``realhf.api.environment`` is the contract for authors of environments, who need none of this.
+Authors of environments do not need this module, only ``realhf.api.environment``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any, Protocol
 from realhf.api.environment import FAILURE_KINDS, AssistantMessage, ChatMessage, Task
 
 VALID_STATUSES = frozenset({"achieved", "finished", "max_turns", "token_budget"})
-"""Statuses of episodes that count for training and evaluation. ``achieved``: solved; ``finished``:
-ended without success; ``max_turns``, ``token_budget``: ended by the limit of turns or of tokens."""
+"""Statuses of episodes that count for training and evaluation. ``achieved``: the task was solved;
+``finished``: the episode ended without success; ``max_turns`` and ``token_budget``: the limit of
+turns or of tokens ended it."""
 POLICY_FAILED = "policy"
 """Status of an episode for which no tokens could be generated."""
 AGENT_FAILED = "agent"
@@ -24,15 +25,17 @@ reward."""
 FAILURE_STATUSES = frozenset({*FAILURE_KINDS, POLICY_FAILED, AGENT_FAILED})
 """Statuses of failed episodes, which have no reward."""
 MAX_BRANCHES = 64
-"""Maximum number of conversations that an agent may hold in one episode. Each trains as a row."""
+"""Maximum number of conversations that an agent may hold in one episode. Each becomes a sequence of
+its own in training."""
 
 
 def parse_task(metadata: Mapping[str, Any]) -> Task:
-    """Return the task in the metadata of a sample.
+    """Parse the task from the metadata of a sample.
 
     Required keys are ``task`` (the payload as JSON text), ``task_id`` and ``task_seed``; ``group``,
     ``template_name`` and ``max_turns`` are optional. Raises ValueError that names what is missing
-    or invalid."""
+    or invalid.
+    """
     if missing := [name for name in ("task_id", "task", "task_seed") if metadata.get(name) is None]:
         raise ValueError(
             f"a sample needs the metadata {', '.join(missing)}, which describe its task"
@@ -56,8 +59,7 @@ def parse_task(metadata: Mapping[str, Any]) -> Task:
 
 
 class ChatFormat(Protocol):
-    """Encoder of conversations as token ids. Sampled ids are kept as they are and never
-    re-tokenized."""
+    """Encoder of conversations as token ids. Sampled ids are never re-tokenized."""
 
     @property
     def stop_ids(self) -> Sequence[int]:
@@ -79,34 +81,36 @@ class ChatFormat(Protocol):
         tools: Sequence[Mapping[str, Any]] = (),
         end: int | None = None,
     ) -> list[int]:
-        """Return the ids between two policy turns: the end of the first turn, the messages, and the
-        start of the next turn. With ``ended`` the policy has sampled a stop id itself, which is not
-        repeated; ``end`` is that id, or None if it is not known."""
+        """Return the ids between two policy turns: the end of the earlier turn, the messages, and
+        the start of the later turn. If ``ended``, the policy has sampled a stop id itself, which is
+        not repeated; ``end`` is that id, or None if it is not known."""
         ...
 
     def parse(
         self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()
     ) -> AssistantMessage:
-        """Return a policy turn as a message. ``tools`` are those of the opening."""
+        """Parse the token ids of a policy turn into a message. ``tools`` are the tools passed to
+        ``opening``."""
         ...
 
     def find_forgotten_turns(
         self, shape: Sequence[Sequence[str]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[bool, ...]:
-        """Return, for each policy turn, whether the chat template drops its reasoning from the next
+        """Return, for each policy turn, whether the chat template omits its reasoning from the next
         prompt.
 
         ``shape`` lists the roles of the opening's messages, then the roles of the answer to each
-        turn."""
+        turn.
+        """
         ...
 
     def without_reasoning(self, token_ids: Sequence[int]) -> list[int] | None:
-        """Return the ids of a turn without its leading reasoning, or None if it has no closed
-        reasoning."""
+        """Return the ids of a turn without its leading reasoning block, or None if no reasoning
+        block is closed in it."""
         ...
 
     def without_open_reasoning(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the ids before a turn, without a final tag that opens the turn's reasoning."""
+        """Return the ids of a prompt without a final tag that opens the next turn's reasoning."""
         ...
 
 
@@ -127,7 +131,7 @@ class PlayedTurn:
     rewards: Mapping[str, float] = field(default_factory=dict, compare=False)
     """Components of the reward, see ``Turn.rewards``."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """Numbers of the environment, see ``Turn.metrics``."""
+    """Metrics of the environment, see ``Turn.metrics``."""
     info: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """Details for people, see ``Turn.info``."""
 
@@ -136,8 +140,8 @@ class PlayedTurn:
 class RolloutOutcome:
     """A finished or failed episode, with the token ids of its conversation.
 
-    A failed episode has ``valid == False`` and ``reward is None``: a failure is never a reward of
-    0.
+    A failed episode has ``valid == False`` and ``reward is None``: a failure never counts as a
+    reward of 0.
     """
 
     status: str
@@ -153,8 +157,8 @@ class RolloutOutcome:
     versions: list[int]
     """Weight version that sampled each completion token; -1 for tokens that were not sampled."""
     loss_mask: list[bool]
-    """For each completion token, whether the policy sampled it. All four lists have the same
-    length."""
+    """Whether the policy sampled each completion token. ``completion_ids``, ``logprobs``,
+    ``versions`` and ``loss_mask`` have the same length."""
     reward: float | None
     """Total reward of the episode; None for a failed one."""
     achieved: bool
@@ -172,7 +176,7 @@ class RolloutOutcome:
     template: str = ""
     """``Task.template``."""
     task_text: str = ""
-    """The task as the policy read it, for people."""
+    """The task as the policy read it, to show to people."""
     message: str = ""
     """Cause of a failure."""
     timings: dict[str, float] = field(default_factory=dict)
@@ -184,13 +188,15 @@ class RolloutOutcome:
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Components of the reward by name."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of the environment by name."""
+    """Metrics of the environment by name."""
     branches: tuple[RolloutOutcome, ...] = ()
-    """Further conversations of an episode whose agent held several. Each trains as a row."""
+    """Further conversations of an episode whose agent held several. Each becomes a sequence of its
+    own in training."""
     turn_starts: Sequence[int] = ()
     """Index in the completion of the first token of each policy turn."""
     turn_rewards: Sequence[float] = ()
-    """Reward of each turn of the whole episode; their sum is ``reward``."""
+    """Reward of each turn of the whole episode, including its other conversations. The sum is
+    ``reward``."""
     turn_states: Sequence[int] = ()
     """Number of the state in which each turn of ``turn_rewards`` began, see ``state_number``."""
     first_turn: int = 0
@@ -203,16 +209,18 @@ class RolloutOutcome:
     """Token ids of the prompt with feedback on this episode, for self-distillation; empty without
     feedback."""
     info: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """Details for people from the reset, see ``Opening.info``."""
+    """Details for people from the environment's reset, see ``Opening.info``."""
     steps: tuple[PlayedTurn, ...] = field(default=(), compare=False)
-    """Actions of an agent in the environment, where the turns are the agent's own conversations."""
+    """Actions of an agent in the environment, if ``turns`` are the turns of the agent's own
+    conversations with the policy."""
 
     @property
     def truncated(self) -> bool:
         """Whether a limit of tokens ended the episode.
 
-        The limit of turns does not count: an agent that used all its turns without success has
-        failed, and learns from it."""
+        The limit of turns does not count: a policy that has used all turns without success has
+        failed, and should learn from that.
+        """
         return self.status == "token_budget" or (self.status == "max_turns" and self.last_turn_cut)
 
     @property

@@ -24,15 +24,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
-"""Array of int64."""
+"""NumPy array of int64."""
 
 
 class Lengths:
-    """Lengths of sequences in flat arrays; immutable.
+    """Lengths of the sequences of all samples, in flat immutable arrays.
 
-    ``values``, int64 (n sequences,), are the rows of each sequence; ``offsets``, int64 (n samples +
-    1,), are the numbers of each sample's first sequence. Raises ValueError for a negative length,
-    or for offsets that do not rise from 0 to ``len(values)``.
+    ``values``, int64 (n sequences,), contains the number of rows of each sequence. ``offsets``,
+    int64 (n samples + 1,), contains the index of each sample's first sequence, followed by the
+    number of sequences. Raises ValueError for a negative length, or for offsets that do not rise
+    from 0 to ``len(values)``.
     """
 
     __slots__ = ("_rows", "offsets", "values")
@@ -49,7 +50,7 @@ class Lengths:
 
     @staticmethod
     def of(nested: Sequence[Sequence[int]]) -> Lengths:
-        """Build lengths from nested lists: for each sample, the lengths of its sequences."""
+        """Build from nested lists, which contain the lengths of the sequences of each sample."""
         flat = np.array([int(length) for inner in nested for length in inner], dtype=np.int64)
         return Lengths(
             flat, _cumulative_sums(np.array([len(inner) for inner in nested], dtype=np.int64))
@@ -57,7 +58,7 @@ class Lengths:
 
     @staticmethod
     def join(parts: Sequence[Lengths]) -> Lengths:
-        """Concatenate the samples of several lengths."""
+        """Concatenate the lengths of several batches of samples."""
         values = [part.values for part in parts]
         if all(len(part.offsets) == 2 for part in parts):
             counts = np.array([len(column) for column in values], dtype=np.int64)
@@ -78,7 +79,7 @@ class Lengths:
         return len(self.offsets) - 1
 
     def nested(self) -> list[list[int]]:
-        """Return the lengths as nested lists: for each sample, those of its sequences."""
+        """Return the lengths as nested lists, with the lengths of the sequences of each sample."""
         values = self.values.tolist()
         return [values[a:b] for a, b in pairwise(self.offsets.tolist())]
 
@@ -87,14 +88,15 @@ class Lengths:
         return int(self.row_offsets()[-1])
 
     def row_offsets(self) -> IntArray:
-        """Return the first row of every sequence, followed by the total: int64 (n sequences +
-        1,)."""
+        """Return the index of each sequence's first row, followed by the number of rows: int64 (n
+        sequences + 1,)."""
         if self._rows is None:
             self._rows = _cumulative_sums(self.values)
         return self._rows
 
     def rows(self) -> IntArray:
-        """Return the first row of every sample, followed by the total: int64 (n samples + 1,)."""
+        """Return the index of each sample's first row, followed by the number of rows: int64 (n
+        samples + 1,)."""
         return self.row_offsets()[self.offsets]
 
     def take(self, samples: IntArray) -> Lengths:
@@ -104,13 +106,13 @@ class Lengths:
         return Lengths(self.values[ranges(starts, counts)], _cumulative_sums(counts))
 
     def take_rows(self, samples: IntArray) -> IntArray:
-        """Return the row numbers of the samples at these positions, in their order."""
+        """Return the row indices of the samples at these positions, in the order of the
+        positions."""
         starts = self.row_offsets()[self.offsets[samples]]
         return ranges(starts, self.row_offsets()[self.offsets[samples + 1]] - starts)
 
     def row_span(self, first: int, last: int) -> tuple[int, int]:
-        """Return the first row, and the row after the last, of the samples ``first`` to ``last``
-        inclusive."""
+        """Return the range of rows (start, end) of the samples ``first`` to ``last`` inclusive."""
         rows = self.row_offsets()
         return int(rows[self.offsets[first]]), int(rows[self.offsets[last + 1]])
 
@@ -118,7 +120,7 @@ class Lengths:
 def join_lengths(parts: Sequence[Mapping[str, Lengths]]) -> dict[str, Lengths]:
     """Concatenate the lengths of every key over all parts.
 
-    Keys that share a lengths object in every part share one in the result.
+    Keys that share a ``Lengths`` object in every part also share one in the result.
     """
     joined: dict[tuple[int, ...], Lengths] = {}
     out: dict[str, Lengths] = {}
@@ -153,7 +155,8 @@ def join_rows(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def take_rows(tensor: Tensor, lengths: Lengths, positions: IntArray) -> Tensor:
-    """Return the rows of the samples at ``positions``; a view if these are consecutive."""
+    """Return the rows of the samples at ``positions``. The result is a view if the positions are
+    consecutive."""
     if len(positions) == 1 or bool((np.diff(positions) == 1).all()):
         begin, end = lengths.row_span(int(positions[0]), int(positions[-1]))
         return tensor[begin:end]
@@ -175,22 +178,22 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 MAX_ID_BYTES = 256
-"""Maximum length of a sample's id in UTF-8."""
+"""Maximum size of a sample's id in bytes of UTF-8."""
 
 
 class DuplicateKeyError(ValueError):
-    """A key was added that a sample already has."""
+    """Raised when a key is added to a sample that already has it."""
 
 
 @dataclass(frozen=True)
 class MicroBatchSpec:
-    """How a batch is cut by sequence into micro-batches."""
+    """How a batch is split into micro-batches of whole sequences."""
 
     n_mbs: int = 1
     """Minimum number of micro-batches."""
     max_tokens_per_mb: int | None = None
-    """Maximum number of positions per micro-batch, padding included; None: no limit. A longer
-    sequence is a micro-batch of its own."""
+    """Maximum number of positions per micro-batch, padding included; None for no limit. A longer
+    sequence forms its own micro-batch."""
 
     def __post_init__(self) -> None:
         if self.n_mbs < 1:
@@ -258,7 +261,7 @@ class SequenceSample:
         seqlens: Mapping[str, Sequence[Sequence[int]]],
         metadata: Mapping[str, Sequence[Any]] | None = None,
     ) -> SequenceSample:
-        """Build a sample with data; dtypes and trailing shapes are those of the tensors."""
+        """Build a sample with data. Dtypes and trailing shapes are taken from the tensors."""
         dtypes = {k: dtype_tag(t.dtype) for k, t in tensors.items()}
         trailing = {k: tuple(t.shape[1:]) for k, t in tensors.items()}
         return cls(ids, seqlens, dtypes, trailing, data=tensors, metadata=metadata)
@@ -273,8 +276,8 @@ class SequenceSample:
         data: Mapping[str, Tensor] | None,
         metadata: Mapping[str, Sequence[Any]],
     ) -> SequenceSample:
-        """Build a sample from flat lengths, which the decoder provides, with the same validation as
-        the constructor."""
+        """Build a sample from flat lengths, as the decoder provides them. Validates like the
+        constructor."""
         self = cls._build(
             _check_ids(ids), dict(lengths), dict(dtypes), dict(trailing_shapes), None, {}
         )
@@ -293,7 +296,7 @@ class SequenceSample:
         data: dict[str, Tensor] | None,
         metadata: dict[str, list[Any]],
     ) -> SequenceSample:
-        """Return a sample of these parts without validation."""
+        """Return a sample with these attributes, without validation."""
         self = object.__new__(cls)
         self._ids = ids
         self._lengths = lengths
@@ -304,7 +307,7 @@ class SequenceSample:
         return self
 
     def _check(self) -> None:
-        """Raise ValueError for contradictory parts."""
+        """Raise ValueError for contradictory attributes."""
         count = len(self._ids)
         for key, lengths in self._lengths.items():
             if len(lengths) != count:
@@ -354,8 +357,8 @@ class SequenceSample:
 
     @property
     def seqlens(self) -> dict[str, list[list[int]]]:
-        """Lengths as nested lists, built on every access; ``lengths(key)`` returns the flat
-        form."""
+        """Lengths of every key as nested lists, which each access builds again. ``lengths(key)``
+        returns the flat form."""
         return {key: lengths.nested() for key, lengths in self._lengths.items()}
 
     @property
@@ -370,7 +373,7 @@ class SequenceSample:
 
     @property
     def data(self) -> dict[str, Tensor] | None:
-        """Packed tensors by key; None for metadata only."""
+        """Packed tensors by key; None for a metadata-only sample."""
         return None if self._data is None else dict(self._data)
 
     @property
@@ -383,7 +386,7 @@ class SequenceSample:
         return self._lengths[self._check_key(key)]
 
     def _check_key(self, key: str) -> str:
-        """Return the key. Raises KeyError if the sample does not have it."""
+        """Return ``key``. Raises KeyError if the sample does not have it."""
         if key not in self._lengths:
             raise KeyError(f"sample has no key {key!r}; it has {sorted(self._lengths)}")
         return key
@@ -406,7 +409,8 @@ class SequenceSample:
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def __eq__(self, other: object) -> bool:
-        """Return whether all parts are equal, tensors bitwise, including NaN payloads."""
+        """Return whether all attributes are equal. Tensors are compared bitwise, including NaN
+        payloads."""
         if not isinstance(other, SequenceSample):
             return NotImplemented
         if (self._ids, self._dtypes, self._trailing, self._metadata) != (
@@ -425,18 +429,18 @@ class SequenceSample:
         return self.lengths(key).total()
 
     def sample_tokens(self, key: str) -> IntArray:
-        """Return the number of rows of every sample: int64 (n samples,)."""
+        """Return the number of rows that each sample has under ``key``: int64 (n samples,)."""
         return np.diff(self.lengths(key).rows())
 
     def group_index(self, key: str) -> IntArray:
-        """Return the sample number of every sequence: int64 (n sequences,)."""
+        """Return the index of the sample to which each sequence belongs: int64 (n sequences,)."""
         offsets = self.lengths(key).offsets
         return np.repeat(np.arange(len(self), dtype=np.int64), np.diff(offsets))
 
     # ---- choosing
 
     def meta(self) -> SequenceSample:
-        """Return the same sample without data."""
+        """Return this sample without its tensors."""
         return self._build(
             self._ids, self._lengths, self._dtypes, self._trailing, None, self._metadata
         )
@@ -444,8 +448,8 @@ class SequenceSample:
     def annotated(
         self, metadata: Mapping[str, Sequence[Any]], *, keep: bool = True
     ) -> SequenceSample:
-        """Return the sample with these metadata columns, in addition to its other columns if
-        ``keep``."""
+        """Return this sample with these metadata columns. If ``keep``, its other columns are
+        retained."""
         columns = {name: list(column) for name, column in metadata.items()}
         self._check_metadata(columns)
         merged = {**self._metadata, **columns} if keep else columns
@@ -454,13 +458,13 @@ class SequenceSample:
         )
 
     def select(self, keys: Iterable[str]) -> SequenceSample:
-        """Keep only these keys. Raises KeyError for a key that is absent."""
+        """Return this sample with only these keys. Raises KeyError for a key that is absent."""
         names = sorted({self._check_key(key) for key in keys})
         return self._with_keys({name: name for name in names})
 
     def remap_keys(self, mapping: Mapping[str, str]) -> SequenceSample:
-        """Rename keys (old -> new). Raises DuplicateKeyError if two keys would have the same
-        name."""
+        """Return this sample with keys renamed by ``mapping`` (old -> new). Raises
+        DuplicateKeyError if two keys would have the same name."""
         for key in mapping:
             self._check_key(key)
         targets = {key: mapping.get(key, key) for key in self._lengths}
@@ -469,7 +473,7 @@ class SequenceSample:
         return self._with_keys(targets)
 
     def _with_keys(self, targets: Mapping[str, str]) -> SequenceSample:
-        """Return the sample with the keys of ``targets`` (old -> new name)."""
+        """Return this sample with only the keys in ``targets`` (old -> new name), renamed."""
         data = (
             None if self._data is None else {new: self._data[old] for old, new in targets.items()}
         )
@@ -483,7 +487,7 @@ class SequenceSample:
         )
 
     def select_ids(self, index: Sequence[int]) -> SequenceSample:
-        """Keep the samples at these positions, in this order. Raises ValueError for a repeated or
+        """Return the samples at these positions, in this order. Raises ValueError for a repeated or
         invalid position."""
         positions = np.asarray(list(index), dtype=np.int64)
         if not len(positions) or len(np.unique(positions)) != len(positions):
@@ -504,18 +508,18 @@ class SequenceSample:
         )
 
     def _distinct_lengths(self) -> Iterable[Lengths]:
-        """Return the distinct lengths objects: keys of equal lengths often share them."""
+        """Return the distinct ``Lengths`` objects. Keys with equal lengths often share one."""
         return {id(lengths): lengths for lengths in self._lengths.values()}.values()
 
     def reorder(self, perm: Sequence[int]) -> SequenceSample:
-        """Move sample ``perm[i]`` to position ``i``. Raises ValueError unless ``perm`` is a
-        permutation."""
+        """Return the samples in another order, with sample ``perm[i]`` at position ``i``. Raises
+        ValueError unless ``perm`` is a permutation."""
         if len(perm) != len(self):
             raise ValueError(f"permutation of {len(perm)} for {len(self)} samples")
         return self.select_ids(perm)
 
     def to(self, device: Any) -> SequenceSample:
-        """Return the sample with its tensors on ``device``."""
+        """Return this sample with its tensors on ``device``."""
         data = None if self._data is None else {k: t.to(device) for k, t in self._data.items()}
         return self._build(
             self._ids, self._lengths, self._dtypes, self._trailing, data, self._metadata
@@ -526,8 +530,9 @@ class SequenceSample:
     def update(self, other: SequenceSample) -> SequenceSample:
         """Return this sample with the keys of another one added.
 
-        Metadata of the other sample replaces columns of the same name. Raises ValueError unless the
-        ids are equal and in the same order, and DuplicateKeyError for a key that exists.
+        Metadata columns of the other sample replace columns of the same name. Raises ValueError
+        unless both samples have the same ids in the same order, and DuplicateKeyError for a key
+        that this sample already has.
         """
         if self._ids != other._ids:
             raise ValueError("update needs the same ids in the same order; reorder first")
@@ -553,10 +558,10 @@ class SequenceSample:
         *,
         allow_metadata_loss: bool = False,
     ) -> SequenceSample:
-        """Concatenate samples, reduced to ``keys`` if given.
+        """Concatenate samples. If ``keys`` is given, only these keys are included.
 
         Raises ValueError if ids repeat, or if samples differ in keys, dtypes, trailing shapes,
-        presence of data or (unless ``allow_metadata_loss``) names of metadata.
+        presence of data or, unless ``allow_metadata_loss``, metadata columns.
         """
         if not samples:
             raise ValueError("gather needs at least one sample")
@@ -592,8 +597,8 @@ class SequenceSample:
         return SequenceSample._build(ids, lengths, first._dtypes, first._trailing, data, metadata)
 
     def costs(self) -> list[int]:
-        """Return the tokens per sample of the key with the most tokens; 1 each if there is no
-        key."""
+        """Return the number of rows of each sample under the key that has the most rows; 1 for each
+        sample if there are no keys."""
         if not self._lengths:
             return [1] * len(self)
         longest = max(sorted(self._lengths), key=self.n_tokens)
@@ -616,16 +621,16 @@ def _check_ids(ids: Sequence[Any]) -> tuple[str, ...]:
 
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
-"""Array of bool."""
+"""NumPy array of bool."""
 
 
 def choose_sequences(sample: SequenceSample, keep: Bools) -> SequenceSample | None:
-    """Keep only the sequences of ``packed_input_ids`` where ``keep``, bool (n sequences,), is True;
-    return None if there are none.
+    """Return the sample with only the sequences for which ``keep``, bool (n sequences of
+    ``packed_input_ids``,), is True; None if there are none.
 
-    Samples without a remaining sequence are dropped with their metadata. A key with one entry per
-    sample stays with its sample. Raises ValueError for a key that has neither one entry per
-    sequence nor one per sample.
+    Samples of which no sequence remains are dropped with their metadata. Keys with one entry per
+    sample keep the entries of the remaining samples. Raises ValueError for a key that has neither
+    one entry per sequence nor one per sample.
     """
     if not keep.any():
         return None

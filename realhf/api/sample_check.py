@@ -9,16 +9,16 @@ from realhf.api.keys import STANDARD_KEYS, KeySpec
 from realhf.api.sample import IntArray, Lengths, SequenceSample
 
 TOKENS = "packed_input_ids"
-"""Key of the token ids, which gives the lengths of the sequences."""
+"""Key of the token ids, which determines the lengths of the sequences."""
 
 
 def check_standard_keys(sample: SequenceSample) -> None:
-    """Raise ValueError that names key and sample if a registered key does not match
-    ``STANDARD_KEYS`` in dtype, shape or number of entries.
+    """Check the registered keys of a sample against ``STANDARD_KEYS``. Raise ValueError, which
+    names key and sample, for a wrong dtype, shape or number of entries.
 
-    Sequences and lengths are compared with the token ids. Without these, all keys must have the
-    same sequences, and keys of rule ``1`` one entry each. Other keys, and the lengths of ``free``
-    keys, are not checked.
+    Numbers of sequences and lengths are compared with those of the token ids. If the sample has no
+    token ids, all keys must have the same number of sequences, and keys with the rule ``1`` one
+    entry per sequence. Unregistered keys and the lengths of ``free`` keys are not checked.
     """
     present = [spec for spec in STANDARD_KEYS if spec.name in sample.keys]
     dtypes = sample.dtypes
@@ -47,7 +47,8 @@ def _describe_type(dtype: str, trailing: tuple[int, ...]) -> str:
 
 
 def _expected_lengths(spec: KeySpec, tokens: IntArray) -> IntArray:
-    """Return the number of entries of each sequence, given its number of tokens."""
+    """Return the number of entries that a key must have for each sequence, given the sequences'
+    numbers of tokens."""
     if spec.rule == "1":
         return np.ones_like(tokens)
     return tokens if spec.rule == "L" else np.maximum(tokens - 1, 0)
@@ -60,8 +61,8 @@ def _check_lengths(
     reference: Lengths,
     expected: IntArray | None,
 ) -> None:
-    """Raise ValueError if a key has other sequences than ``leader``, or not the expected entries
-    per sequence."""
+    """Raise ValueError if a key does not have as many sequences per sample as the key ``leader``,
+    or not the expected number of entries per sequence."""
     own = sample.lengths(spec.name)
     if not np.array_equal(own.offsets, reference.offsets):
         counts = np.diff(own.offsets)

@@ -1,7 +1,7 @@
-"""Data sources, which provide the samples of a run and live in the master process.
+"""Interfaces of data sources, which provide the samples of a run and run in the master process.
 
-A source yields integers and metadata, never tensors: the executor has the integers stored as i64
-tensors on a model worker (``SourceSpec.worker``) and keeps only their lengths.
+A source yields integers and metadata, never tensors. A model worker (``SourceSpec.worker``) stores
+the integers as i64 tensors; the executor keeps only their lengths.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SourceItem:
-    """One sample before it enters the graph."""
+    """A sample as the source yields it, before it enters the graph."""
 
     id: str
-    """Unique within the run (``<prompt>@<n>``)."""
+    """Id of the sample, unique within the run (``<prompt>@<n>``)."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Scalars and strings that msgpack can encode."""
     values: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """One sequence of int64 per key."""
+    """One integer sequence (int64) per key."""
 
     def to_map(self) -> dict[str, Any]:
-        """Return the item as a dict of the constructor's arguments, in plain data."""
+        """Return the constructor's arguments as a dict of plain data."""
         return {
             "id": self.id,
             "metadata": dict(self.metadata),
@@ -36,21 +36,23 @@ class SourceItem:
 
 @dataclass(frozen=True)
 class SampleResult:
-    """Result of one sample.
+    """Rewards and outcomes of one sample's rollouts.
 
-    ``rewards[i]`` and ``achieved[i]`` belong to its i-th sequence; both are empty without rollouts.
+    ``rewards[i]`` and ``achieved[i]`` belong to the i-th sequence; both are empty for a sample
+    without rollouts.
     """
 
     id: str
     """Id of the sample."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Metadata of the sample, without the columns of the other fields."""
+    """Metadata of the sample, without the columns that the other fields contain."""
     rewards: Sequence[float | None] = ()
     """Reward of each sequence; None if the rollout failed for a reason other than the policy."""
     achieved: Sequence[bool] = ()
     """Whether each sequence achieved its goal."""
     branch_rewards: Sequence[float] = ()
-    """Rewards of the valid branches of all rollouts, which an agent may assess separately."""
+    """Rewards of the valid further conversations of all rollouts, which an agent may reward
+    separately."""
 
     @staticmethod
     def from_metadata(id: str, metadata: Mapping[str, Any]) -> SampleResult:
@@ -69,19 +71,20 @@ class SampleResult:
 
 @dataclass(frozen=True)
 class GroupSignal:
-    """Criterion for groups that give a learning signal by comparison.
+    """Criterion for whether the rewards of a group differ, so that comparing them gives a learning
+    signal.
 
-    At least ``least`` rollouts, and more than ``k``, must have a reward. Also the best reward of
-    every ``k`` rollouts or branches must not always be the same. Rewards are compared in fp32 after
-    clipping to ``low`` and ``high``, as in training.
+    At least ``least`` rollouts, and more than ``k``, must have a reward. In addition, the best
+    reward must not be the same in all subsets of ``k`` rollouts or branches. Rewards are compared
+    in fp32 after clipping to ``low`` and ``high``, as in training.
     """
 
     least: int = 2
     """Minimum number of rollouts with a reward."""
     low: float | None = None
-    """Lower bound of rewards; None: no bound."""
+    """Lower bound to which rewards are clipped; None for no bound."""
     high: float | None = None
-    """Upper bound of rewards; None: no bound."""
+    """Upper bound to which rewards are clipped; None for no bound."""
     k: int = 1
     """Size of the subsets whose best rewards are compared."""
 
@@ -99,7 +102,7 @@ class GroupSignal:
 
 
 class ResultSink(Protocol):
-    """The part of a source that receives results."""
+    """The part of a source's interface that receives results."""
 
     def record(self, results: Sequence[SampleResult]) -> None:
         """Receive the results of consumed samples, in the order in which the samples were drawn."""
@@ -114,7 +117,8 @@ class ResultSink(Protocol):
 class DataSource(Protocol):
     """A source of samples that also receives their results.
 
-    Built once per run as ``sources.get(name)(seed=..., **args)``, and called from one thread only.
+    It is built once per run as ``sources.get(name)(seed=..., **args)`` and called from one thread
+    only.
     """
 
     def next_batch(self, n: int) -> list[SourceItem]:
@@ -122,7 +126,7 @@ class DataSource(Protocol):
         ...
 
     def record(self, results: Sequence[SampleResult]) -> None:
-        """Receive results, once per consumed sample, in the order in which the samples were
+        """Receive the result of each consumed sample once, in the order in which the samples were
         drawn."""
         ...
 

@@ -1,5 +1,5 @@
-"""Parser of policy turns: reasoning, tool calls in the syntax of the chat template, and the
-remaining content."""
+"""Parser that splits policy turns into reasoning, tool calls in the syntax of the chat template,
+and the remaining content."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SmolLM). ``xml``: ``<tool_call><function=name><parameter=key>`` (Qwen3-Coder). `
 so that calls remain text.
 """
 AUTO = "auto"
-"""Value of an option that leaves the choice among ``FAMILIES`` to the chat template."""
+"""Option value that selects one of ``FAMILIES`` according to the chat template."""
 _RESERVED_VARIABLES = frozenset(
     {"messages", "add_generation_prompt", "tokenize", "chat_template", "tools"}
 )
@@ -35,8 +35,8 @@ _RESERVED_VARIABLES = frozenset(
 
 
 def detect_family(template: str) -> str:
-    """Return the syntax in ``FAMILIES`` that a chat template asks for; "plain" if it asks for none
-    of the others."""
+    """Return which syntax in ``FAMILIES`` a chat template uses for tool calls; "plain" if it uses
+    none of the others."""
     if "<tool_call>" in template:
         return XML if "<function=" in template else HERMES
     if "<|python_tag|>" in template or re.search(r'"parameters\\?":', template):
@@ -45,13 +45,13 @@ def detect_family(template: str) -> str:
 
 
 def template_reads_tools(template: str) -> bool:
-    """Return whether a chat template reads the schemas of tools."""
+    """Return whether a chat template reads tool schemas."""
     return bool(re.search(r"\btools\b", template))
 
 
 def find_unread_variables(template: str, names: Iterable[str]) -> list[str]:
-    """Return the names that do not occur in a chat template, or that are set at every rendering
-    anyway."""
+    """Return those ``names`` that have no effect as template variables: names that do not occur in
+    the template, and names that every rendering sets itself."""
     return [
         name
         for name in names
@@ -74,7 +74,7 @@ _MALFORMED_END = re.compile(r"</tool_call>|(?=<tool_call>|</?think>)")
 """End of a malformed call: its closing tag, or the start of the next tag."""
 _SPACE = re.compile(r"\s*")
 _LLAMA_CALL_START = re.compile(r'\{\s*("(name|parameters|type)"|$)')
-"""Start of a JSON object that looks like a call of Llama."""
+"""Start of a JSON object that looks like a call in the Llama syntax."""
 _Read = Callable[[str, int, int], tuple[list[ToolCall], int]]
 """Parser of one call: (text, position after the opening tag, number of previous calls) -> (calls,
 position after the call)."""
@@ -83,16 +83,17 @@ position after the call)."""
 def parse_turn(
     text: str, family: str, *, token_count: int = 0, tools: Sequence[Mapping[str, Any]] = ()
 ) -> AssistantMessage:
-    """Parse a turn of a template's ``family`` (one of ``FAMILIES``).
+    """Parse a policy turn whose calls have the syntax ``family`` (one of ``FAMILIES``).
 
-    Reasoning is between ``<think>`` and ``</think>``. Without a closing tag it extends to the end;
-    a ``</think>`` whose opening tag was in the prompt ends a reasoning that starts at the
-    beginning. Calls within reasoning are ignored; tags within a well-formed call are part of its
-    text. The content is the remaining text, stripped of white space if anything was removed. At
-    most ``MAX_CALLS`` calls are read; the next one is a call with a problem and includes the rest
-    of the turn.
+    Reasoning is the text between ``<think>`` and ``</think>``. If the closing tag is missing, the
+    reasoning extends to the end; if the opening tag was in the prompt, it starts at the beginning.
+    Calls within reasoning are ignored; tags within a well-formed call are part of the call. The
+    content is the remaining text, stripped of white space if anything was removed. At most
+    ``MAX_CALLS`` calls are parsed; the next one becomes a call with a problem that includes the
+    rest of the turn.
 
-    tools: schemas that give the types of arguments, for the family whose calls are not JSON.
+    tools: schemas from which argument types are taken in the syntax ``xml``, whose arguments are
+    not JSON.
     """
     if family == LLAMA:
         reasoning = ""
@@ -107,8 +108,8 @@ def parse_turn(
 
 
 def _parse_tags(text: str, read: _Read | None) -> tuple[str, str, list[ToolCall]]:
-    """Return (reasoning, content, calls) of a turn. ``read`` parses a call; None: there are no
-    calls."""
+    """Return (reasoning, content, calls) of a turn. ``read`` parses a call; None if the syntax has
+    no calls."""
     tag = _TAG if read else _THINK_TAG
     match = tag.search(text)
     if match is None:
@@ -150,7 +151,7 @@ def _parse_tags(text: str, read: _Read | None) -> tuple[str, str, list[ToolCall]
 
 
 def _read_hermes(text: str, start: int, number: int) -> tuple[list[ToolCall], int]:
-    """Parse a call, or a list of calls, in JSON; see ``_Read``."""
+    """Parse a call, or a list of calls, as JSON; see ``_Read``."""
     try:
         value, end = read_json(text, _skip_space(text, start))
         end = _skip_space(text, end)
@@ -199,8 +200,8 @@ def _read_malformed_call(
 
 
 def _parse_llama_calls(content: str) -> tuple[str, list[ToolCall]]:
-    """Return (content, calls) of a turn, of which one is empty; several calls are separated by
-    semicolons."""
+    """Return (content, calls) of a turn, of which either the content or the list of calls is empty.
+    Several calls are separated by semicolons."""
     words = content.strip()
     tagged = words.startswith(_PYTHON_TAG)
     start = _skip_space(words, len(_PYTHON_TAG) if tagged else 0)
@@ -238,22 +239,23 @@ def _skip_space(text: str, start: int) -> int:
 MAX_DEPTH = 32
 """Maximum nesting depth of arguments."""
 MAX_NAME_CHARS = 256
-"""Maximum length of a function's name."""
+"""Maximum number of characters of a function's name."""
 _INTEGER_LIMIT = 2**63
-"""Integers must be less than this, and at least its negative."""
+"""Upper limit of integers (exclusive); the lower limit is its negative (inclusive)."""
 _IGNORED_KEYS = frozenset({"id", "type"})
-"""Further keys of a call, which are ignored."""
+"""Keys of a call that are allowed but ignored."""
 
 
 class CallProblem(ValueError):
-    """The policy's text is not a valid call; the message says why."""
+    """Raised if the policy's text is not a valid call. The message says why."""
 
 
 def read_json(text: str, start: int) -> tuple[Any, int]:
-    """Return the JSON value that starts at ``text[start]``, and the position after it.
+    """Parse the JSON value that starts at ``text[start]``; return it and the position after it.
 
-    Raises CallProblem for invalid JSON, and for values that parsers treat differently: repeated
-    keys, numbers beyond 64 bits, unpaired surrogates, and nesting deeper than ``MAX_DEPTH``.
+    Raises CallProblem for invalid JSON, and for values that JSON parsers treat differently:
+    repeated keys, numbers beyond 64 bits, unpaired surrogates, and nesting deeper than
+    ``MAX_DEPTH``.
     """
     try:
         value, end = _DECODER.raw_decode(text, start)
@@ -292,8 +294,8 @@ def check_value(value: Any) -> None:
 def build_call(value: Any, text: str, position: int, *, arguments_key: str) -> ToolCall:
     """Return the call that a JSON value describes, the ``position``-th (from 0) of its turn.
 
-    text: what the policy wrote. Without the key ``arguments_key`` the arguments are empty. An
-    invalid call has a ``problem``.
+    text: the call as the policy wrote it. If the value has no key ``arguments_key``, the arguments
+    are empty. An invalid call has a ``problem``.
     """
     name = value.get("name") if isinstance(value, dict) else None
     known_name = name if isinstance(name, str) and len(name) <= MAX_NAME_CHARS else ""
@@ -450,9 +452,9 @@ def _resolve_reference(schema: Any, parameters: Mapping[str, Any]) -> Any:
 
 
 def _parse_argument(text: str, key: str, types: Mapping[str, Any]) -> Any:
-    """Return the value of an argument from its text, by its type in the schema.
+    """Parse the text of an argument according to its type in the schema.
 
-    Templates write values other than strings as JSON or, by Jinja's filter ``string``, in Python's
+    Templates write values other than strings as JSON or, with Jinja's filter ``string``, in Python
     syntax: ``True``, ``None``, ``['a']``.
     """
     kinds = schema_kinds(types.get(key))
@@ -477,15 +479,15 @@ def _parse_argument(text: str, key: str, types: Mapping[str, Any]) -> Any:
 _NULLS = frozenset({"null", "None"})
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _MAX_PYTHON_CHARS = 20_000
-"""Maximum length of a Python literal; its compiler needs some hundred bytes of memory per
-character."""
+"""Maximum number of characters of a Python literal. Compiling one needs several hundred bytes of
+memory per character."""
 
 
 def _parse_python_literal(words: str, key: str, problem: CallProblem) -> Any:
-    """Return a list or map that is written as a Python literal.
+    """Parse a list or mapping that is written as a Python literal.
 
-    Raises CallProblem with the ``problem`` of the JSON parser for an invalid literal, or one that
-    JSON cannot represent.
+    Raises CallProblem, with the JSON parser's ``problem``, for an invalid literal or one that JSON
+    cannot represent.
     """
     if len(words) <= _MAX_PYTHON_CHARS:
         with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -497,7 +499,7 @@ def _parse_python_literal(words: str, key: str, problem: CallProblem) -> Any:
 
 
 def schema_kinds(schema: Any) -> set[str]:
-    """Return the JSON types that a schema allows; empty if it does not restrict them."""
+    """Return the JSON types that a schema allows; an empty set if it does not restrict them."""
     if not isinstance(schema, Mapping):
         return set()
     kinds = schema.get("type")

@@ -1,12 +1,13 @@
-"""Interfaces by which all parts of a run report their work: spans (work with its start and end) and
-rollouts, as played and as trained on.
+"""Interfaces through which the parts of a run report their work: spans (work with a start and an
+end), and rollouts, both as played and as trained on.
 
 Times are wall-clock nanoseconds (``time.time_ns``), so that traces of several processes can be
 merged.
 
-A span is named ``<kind>`` or ``<kind>/<detail>`` with one of ``KINDS``, which determines its colour
-in the timeline. Spans of one line follow each other or are nested. Concurrent work on one thread is
-recorded on separate lines, which should be few: name them by slots, not by ids.
+A span's name is ``<kind>`` or ``<kind>/<detail>``, where the kind is one of ``KINDS`` and
+determines its colour in the timeline. Spans on one line of the timeline follow each other or are
+nested. Concurrent work on one thread is recorded on separate lines. There should be few lines, so
+name them by slots, not by ids.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Tracer:
     """
 
     def span(self, name: str, **args: Any) -> contextlib.AbstractContextManager[None]:
-        """Record the work inside of the ``with`` block as a span on the calling thread's line."""
+        """Context manager that records the work within its block as a span on the calling thread's
+        line."""
         return contextlib.nullcontext()
 
     def record(
@@ -46,65 +48,66 @@ class Tracer:
     ) -> None:
         """Record a span that has ended.
 
-        line: separates concurrent work within one process.
+        line: name of the timeline's line, which separates concurrent work within one process.
         """
 
     def instant(self, name: str, **args: Any) -> None:
         """Record an event without a duration, such as new weights."""
 
     def counter(self, name: str, **values: float) -> None:
-        """Record numbers that change over time, which are drawn as a curve."""
+        """Record the current values of numbers that are drawn as curves over time."""
 
 
 @dataclass(frozen=True)
 class PlayedSample:
-    """The rollouts of a sample as they were played, for recorders."""
+    """The rollouts of a sample as they were played, to pass to a recorder."""
 
     id: str
     """Id of the sample."""
     rollouts: Sequence[RolloutOutcome]
     """Outcomes of its rollouts."""
     step: int
-    """Train step that plays it, counted from 1; in an asynchronous run, the step after its
+    """Train step that plays the sample, counted from 1; in an asynchronous run, the step after its
     admission; in an evaluation, the number of completed steps."""
     split: str = "train"
     """``train`` or ``eval/<name>``."""
     key: str = ""
-    """Key that decides whether the sample is kept; "": its id."""
+    """String from which the recorder decides whether to keep the sample; "" to use its id."""
     env: str = ""
     """Name of the environment."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Options of sampling."""
     attempt: int = 0
-    """Number of earlier admissions of the sample."""
+    """Number of times that the sample was admitted before."""
     texts: Callable[[Sequence[int]], list[str]] | None = None
-    """Function from token ids to the text of each."""
+    """Function that returns the text of each token id."""
 
 
 @dataclass(frozen=True)
 class TrainedRows:
-    """Rows of a train step as trained on, as NumPy arrays.
+    """Sequences of a train step as they were trained on, as NumPy arrays.
 
-    Arrays have one entry per predicted token, (n,), packed, unless stated otherwise.
+    Unless stated otherwise, arrays are packed, with one entry per predicted token: (n,).
     """
 
     step: int
-    """u, the policy version that is trained: the train step has the number u + 1."""
+    """Policy version u that is trained. The number of the train step is u + 1."""
     ids: Sequence[str]
     """Ids of the samples."""
     rows: Any
-    """Number of rows of each sample."""
+    """Number of sequences of each sample."""
     lengths: Any
-    """Predicted tokens of each row, (rows,)."""
+    """Number of predicted tokens of each sequence, (n sequences,)."""
     mask: Any
     """Whether the token is trained on; bool."""
     behaviour: Any
-    """Log-probability in the engine that sampled it; f32."""
+    """Log-probability in the engine that sampled the token; f32."""
     before: Any
-    """Log-probability in the trainer before any update of the step, NaN if it was not computed;
+    """Log-probability in the trainer before the step's first update; NaN if it was not computed;
     f32."""
     current: Any
-    """Log-probability in the trainer's last pass, NaN if it was not computed; f32."""
+    """Log-probability in the trainer's last pass over the token; NaN if it was not computed;
+    f32."""
     ratio: Any
     """Importance ratio; f32."""
     advantages: Any
@@ -112,15 +115,16 @@ class TrainedRows:
     clipped: Any
     """Whether the loss clipped the token; bool."""
     versions: Any = None
-    """Policy version that sampled each token, i32; -1: unknown; None: unknown for all."""
+    """Policy version that sampled each token, i32, with -1 for unknown; None if it is unknown for
+    all tokens."""
 
 
 class RolloutRecorder:
     """A recorder of rollouts; this one discards them.
 
-    Recording is cheap for the caller, never blocks or raises, and is thread-safe; arguments must
-    not be modified afterwards. ``keeps`` is whether anything is kept, so that callers need to
-    collect it. It is also set on ranks whose results another rank keeps, because all ranks must
+    Recording is cheap for the caller, never blocks or raises, and is thread-safe. Arguments must
+    not be modified afterwards. ``keeps`` says whether callers need to collect data for the
+    recorder. It is also true on ranks whose results another rank records, because all ranks must
     compute the same.
     """
 
@@ -131,7 +135,7 @@ class RolloutRecorder:
         """Record the rollouts of a sample, including failed ones, if the sample is selected."""
 
     def record_trained(self, rows: TrainedRows) -> None:
-        """Record the rows of a train step that belong to selected samples."""
+        """Record those sequences of a train step that belong to selected samples."""
 
 
 NO_RECORDER = RolloutRecorder()

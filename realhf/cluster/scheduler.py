@@ -444,11 +444,8 @@ class ClusterScheduler:
                 if (answer := self._answers.pop((name, number), None)) is not None:
                     probe.apply_answer(new[name], answer)
                 elif name in self._table.hosts:
-                    new[
-                        name
-                    ].shared = (
-                        False  # otherwise every worker start would wait for its answer again
-                    )
+                    # otherwise every worker start would wait for its answer again
+                    new[name].shared = False
                     text = (
                         f"host {name} did not report within {PROBE_S:g} s what it shares; files are "
                         "sent to it"

@@ -19,14 +19,16 @@ from realhf.launch.compose import compose_config
 
 HELP = frozenset({"-h", "--help"})
 ABOUT = HELP | {"--version", "--options-reference"}
-"""Arguments that print a text instead of starting a run."""
+"""Arguments that print information instead of starting a run."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a launch and return its exit code.
 
-    0: success; 1: a process failed; 2: an invalid configuration; 130, 143: stopped by SIGINT,
-    SIGTERM. The loss of the terminal (``| head``) affects neither the run nor the exit code."""
+    0: success; 1: a process failed; 2: the configuration is invalid; 130 or 143: stopped by SIGINT
+    or SIGTERM. The loss of the terminal (as with ``| head``) affects neither the run nor the exit
+    code.
+    """
     started_at = time.time()
     with guard_output() as terminal:
         return _main(sys.argv[1:] if arguments is None else list(arguments), started_at, terminal)
@@ -71,8 +73,8 @@ def _main(arguments: Sequence[str], started_at: float, terminal: Terminal) -> in
 
 
 def _about(arguments: Sequence[str]) -> str:
-    """Return the requested text: the version, the reference page, or the help for one or all
-    experiments."""
+    """Return the information that the arguments request: the version, the reference page, or the
+    help for one experiment or all."""
     if "--version" in arguments:
         return f"realhf {realhf.__version__}"
 

@@ -32,11 +32,13 @@ def allocate(
 ) -> dict[str, int]:
     """Return the GPU of each worker that computes, by worker name.
 
-    GPUs are numbered among the ``gpu_count`` ones that this process sees (None: count them).
-    Workers for which ``elsewhere`` is true are omitted, since their host assigns GPUs. Without
-    ``allocation.gpus`` the workers are spread over all GPUs; the result is then empty, and workers
-    see all GPUs, if there is at most one GPU, all roles compute on the CPU, or a generation server
-    uses tensor parallelism. Raises ConfigError with the numbers of required and available GPUs."""
+    A GPU's number is its index among the ``gpu_count`` GPUs that this process sees (None: count
+    them). Workers for which ``elsewhere`` returns True are omitted, because their host assigns
+    GPUs. If ``allocation.gpus`` is empty, the workers are spread over all GPUs. In that case the
+    result is empty, and workers see all GPUs, if there is at most one GPU, all roles compute on the
+    CPU, or a generation server uses tensor parallelism. Raises ConfigError with the numbers of
+    required and available GPUs.
+    """
     gpu_count = len(visible_gpus()) if gpu_count is None else gpu_count
     assigned = _assign(spec, allocation, gpu_count, elsewhere)
     for model in spec.models.values():
@@ -57,7 +59,7 @@ def _assign(
     gpu_count: int,
     elsewhere: Callable[[str], bool] | None,
 ) -> dict[str, int]:
-    """Return the GPUs as ``allocate`` does, with or without named ones."""
+    """Return the GPU of each worker as ``allocate`` does, for a known ``gpu_count``."""
     names = [f"model_worker/{index}" for index in range(spec.n_model_workers)]
     names += [
         name
@@ -98,11 +100,13 @@ def _assign(
 def _spread(
     spec: ExperimentSpec, models: list[str], generators: list[str], gpu_count: int
 ) -> dict[str, int]:
-    """Return the GPUs if none are named: one per worker round-robin, model workers first.
+    """Return the GPU of each worker if ``allocation.gpus`` is empty: GPUs are assigned round-robin,
+    to model workers first.
 
-    Generation workers use other GPUs than model workers if there are enough. Workers that train a
-    role together must have different GPUs, since NCCL rejects two ranks on one GPU. Raises
-    ConfigError."""
+    Generation workers do not share GPUs with model workers if there are enough GPUs. Workers that
+    train a role together must have different GPUs, because NCCL rejects two ranks on one GPU.
+    Raises ConfigError.
+    """
     on_gpus = [
         model
         for model in spec.models.values()
@@ -161,39 +165,39 @@ def check_offload(spec: ExperimentSpec, gpu_count: int | None = None) -> None:
 
 
 GIB = 2**30
-"""Bytes of a GiB."""
+"""Number of bytes in a GiB."""
 PROGRAM_BYTES = GIB * 2 // 5
-"""Approximate host memory per process of Python, torch and transformers themselves."""
+"""Approximate host memory in bytes that Python, torch and transformers need in each process."""
 MICRO_BATCH_TOKENS = 4096
-"""Tokens of a micro-batch if mb_spec.max_tokens_per_mb is not set."""
+"""Tokens per micro-batch if mb_spec.max_tokens_per_mb is not set."""
 MEMORY_ADVICE = (
     "lower mb_spec.max_tokens_per_mb, rollout.sessions or rollout.max_total_tokens, set "
     "actor.gradient_checkpointing=true, actor.lora.rank or ppo.kl_loss_coef=0 (no reference), or "
     "take a smaller model"
 )
-"""Options that reduce the memory of a trainer."""
+"""Advice that names the options which reduce a trainer's memory."""
 COLUMNS = ("weights", "gradients", "moments", "activations", "keys, values")
 """Parts of the memory estimate."""
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """The estimated memory of a role in a process."""
+    """Estimated memory of one role in one process."""
 
     process: str
-    """Name of the worker."""
+    """Name of the worker process."""
     role: str
     """Name of the role."""
     path: str
-    """Model of the role."""
+    """Path of the role's model."""
     device: int | None
-    """Number of the GPU; None for host memory."""
+    """Index of the GPU; None for host memory."""
     bytes: tuple[int, ...] | None
-    """Bytes of each of ``COLUMNS``; None if the model's size is not known."""
+    """Bytes for each of ``COLUMNS``; None if the model's size is not known."""
 
     @property
     def total(self) -> int:
-        """The sum of all parts in bytes."""
+        """Sum of all parts in bytes; 0 if the model's size is not known."""
         return sum(self.bytes or ())
 
 
@@ -228,8 +232,8 @@ def estimate_needs(
 
 
 def format_estimate(needs: list[MemoryNeed], free: Mapping[int | None, int]) -> Iterator[str]:
-    """Yield the estimate as text: a line per process and role, then the sum of each device with its
-    free bytes (``free``, from ``free_bytes``)."""
+    """Yield the estimate as lines of text: one for each process and role, then one for each device
+    with the sum and its free memory (``free``, from ``free_bytes``)."""
     if not needs:
         return
     yield "memory, estimated, GiB: " + "  ".join(COLUMNS)
@@ -267,8 +271,9 @@ def find_shortages(needs: list[MemoryNeed], free: Mapping[int | None, int]) -> I
 
 
 def free_bytes(gpu_count: int) -> dict[int | None, int]:
-    """Return the free bytes of the host (key None), within the limit of this process's control
-    group, and of each of ``gpu_count`` GPUs, if ``nvidia-smi`` reports them."""
+    """Return the free bytes of each device: of the host under the key None, within the limit of
+    this process's control group, and of each of ``gpu_count`` GPUs under its index, if
+    ``nvidia-smi`` reports it."""
     available = psutil.virtual_memory().available
     left = memory_left()
     free: dict[int | None, int] = {None: available if left is None else min(available, left)}
@@ -285,7 +290,8 @@ def free_bytes(gpu_count: int) -> dict[int | None, int]:
 
 
 def _sum_device(needs: list[MemoryNeed], device: int | None) -> int:
-    """Return the estimated bytes on a device, including the programs themselves on the host."""
+    """Return the estimated bytes on a device. On the host they include ``PROGRAM_BYTES`` for each
+    process."""
     on_device = [need for need in needs if need.device == device]
     programs = PROGRAM_BYTES * len({need.process for need in on_device}) if device is None else 0
     return sum(need.total for need in on_device) + programs
@@ -293,7 +299,7 @@ def _sum_device(needs: list[MemoryNeed], device: int | None) -> int:
 
 def _model_size(model: ModelSpec, config: ExperimentConfig) -> ModelSize | None:
     """Return the size of a role's model, or None if it is not known. A model that a warm start has
-    yet to create is as large as the actor."""
+    not created yet is taken to be as large as the actor."""
     size = model_size(model.path)
     if size is not None:
         return size
@@ -314,8 +320,9 @@ def _model_size(model: ModelSpec, config: ExperimentConfig) -> ModelSize | None:
 def _model_worker_bytes(
     spec: ExperimentSpec, model: ModelSpec, size: ModelSize, config: ExperimentConfig
 ) -> tuple[int, ...]:
-    """Return the bytes by ``COLUMNS`` of a role in a model worker: its training state or weights
-    alone, and the KV cache of the episodes that the worker samples itself."""
+    """Return the bytes for each of ``COLUMNS`` of a role in a model worker: its training state, or
+    only weights if it is not trained, and the KV cache of the episodes that the worker samples
+    itself."""
     tokens = max(
         config.mb_spec.max_tokens_per_mb or MICRO_BATCH_TOKENS, config.rollout.max_total_tokens
     )
@@ -352,8 +359,8 @@ def _model_worker_bytes(
 def _kv_cache_bytes(
     model: ModelSpec, size: ModelSize, config: ExperimentConfig, episodes: float
 ) -> int:
-    """Return the KV cache size of ``episodes`` full episodes in bytes, limited by
-    ``engine.kv_cache_gib``."""
+    """Return the size in bytes of the KV cache for ``episodes`` episodes of maximum length, limited
+    by ``engine.kv_cache_gib``."""
     full = (
         int(episodes * config.rollout.max_total_tokens)
         * size.key_values

@@ -2,8 +2,8 @@
 rejects options without effect.
 
 ``build`` gets a *watched* configuration, which records the options that are read. An option that
-was set but never read has no effect, and is reported as an error. A choice such as ``model=``
-serves many experiments, so only one of its options has to be read.
+was set but never read has no effect and is reported as an error. A choice such as ``model=`` sets
+options for many experiments, so it is enough if one of them is read.
 """
 
 from __future__ import annotations
@@ -40,34 +40,36 @@ from realhf.scheduler.gpus import visible_gpus
 
 LARGE_RATE = 5e-5
 """Learning rate of reinforcement learning above which a warning is shown if all weights of a
-pretrained model are trained. 1e-6 is usual; 3e-5 worked for a model of 135 million parameters."""
+pretrained model are trained. 1e-6 is usual; 3e-5 worked for a model with 135 million parameters."""
 LARGE_SUPERVISED_RATE = 5e-4
-"""The same for supervised learning. 1e-5 is usual; 2e-4 worked for a model of 135 million
-parameters."""
+"""Learning rate of supervised learning above which a warning is shown. 1e-5 is usual; 2e-4 worked
+for a model with 135 million parameters."""
 LORA_FACTOR = 20
-"""Factor on both limits with LoRA, which usually takes learning rates about ten times as large."""
+"""Factor by which both limits are higher with LoRA, where learning rates are usually about ten
+times as large."""
 
 
 @dataclass(frozen=True)
 class BuiltExperiment:
-    """A checked experiment that can run."""
+    """An experiment that was built and checked and can run."""
 
     config: ExperimentConfig
-    """The configuration that it was built from."""
+    """Configuration from which the experiment was built."""
     plugin: str
     """Module or file that every process of the run imports."""
     spec: ExperimentSpec
-    """The models, calls and data source."""
+    """Specification: models, calls and data source."""
     graph: DataFlowGraph
-    """The dataflow graph of the calls."""
+    """Dataflow graph of the calls."""
     effective: tuple[str, ...] = ()
     """Names of the options that have an effect in this experiment."""
 
     def plan(self, spec: ExperimentSpec, started_at: float) -> RunPlan:
-        """Return the plan for the workers of ``spec``, which is this experiment or one that runs
-        before it.
+        """Return the run plan for the workers of ``spec``, which is this experiment or one that
+        runs before it.
 
-        ``started_at`` is the time of the launch in seconds since the epoch."""
+        ``started_at`` is the time of the launch in seconds since the epoch.
+        """
         config = self.config
         return RunPlan(
             spec=spec,
@@ -89,8 +91,8 @@ def build_experiment(composed: ComposedConfig) -> BuiltExperiment:
     config = composed.config
     watched_config, reads = watch_reads(config)
     spec = _call_build(composed.file, watched_config)
-    # The specification may hold watched sections; its JSON form, which the workers read, has plain
-    # ones.
+    # The specification may contain watched sections. Its JSON form, which the workers read, does
+    # not.
     plain = to_json_value(spec)
     check_effects(composed, reads)
     _check_environment(composed, plain)
@@ -118,8 +120,8 @@ def build_experiment(composed: ComposedConfig) -> BuiltExperiment:
 
 
 def build_spec_graph(spec: ExperimentSpec) -> DataFlowGraph:
-    """Return the dataflow graph of an experiment. Raises ConfigError that lists all of its
-    mistakes."""
+    """Build the dataflow graph of an experiment. Raises ConfigError that lists all problems of the
+    graph."""
     try:
         return build_graph(spec.mfcs, spec.source.keys, spec.log_keys, roles=spec.models.keys())
     except GraphError as error:
@@ -137,8 +139,9 @@ def print_graph(built: BuiltExperiment) -> int:
 
 
 def print_check(built: BuiltExperiment, arguments: Sequence[str] = ()) -> int:
-    """Print a summary of the run and of what runs before it, and the scheduler's batch script for a
-    launch with these arguments, if it has one. Return the exit code 0."""
+    """Print a summary of the run and of the experiments that run before it. If the scheduler uses a
+    batch script, also print the script for a launch with these arguments. Return the exit code
+    0."""
     spec = built.spec
     print(
         f"{spec.name}: {len(spec.mfcs)} calls on {spec.n_model_workers} model worker(s), "
@@ -173,7 +176,7 @@ def print_check(built: BuiltExperiment, arguments: Sequence[str] = ()) -> int:
 
 
 def find_warnings(built: BuiltExperiment) -> Iterator[str]:
-    """Yield warnings: the experiment's own advice, a run that needs more memory than is free, and
+    """Yield warnings: the experiment's own advice, devices with too little free memory, and
     learning rates that are probably too large for a pretrained model."""
     for spec in (*built.spec.before, built.spec):
         yield from spec.advice
@@ -197,8 +200,8 @@ def find_warnings(built: BuiltExperiment) -> Iterator[str]:
 
 
 def _estimate_memory(built: BuiltExperiment) -> tuple[list[MemoryNeed], dict[int | None, int]]:
-    """Return the estimated memory of all processes, and the free bytes of each device. Both are
-    empty for a scheduler of several hosts, whose memory is not known."""
+    """Return (estimated memory of each role and process, free bytes of each device). Both are empty
+    if the scheduler uses several hosts, whose memory is not known."""
     if load_scheduler(built.config.scheduler.path).several_hosts:
         return [], {}
     gpu_count = len(visible_gpus())
@@ -238,7 +241,7 @@ def _assign_gpus(spec: ExperimentSpec, config: ExperimentConfig) -> dict[str, in
 
 
 def _check_workers(spec: ExperimentSpec) -> None:
-    """Raise ConfigError for model workers without a model, and for roles on a wrong number of
+    """Raise ConfigError for model workers without a model, and for roles with a wrong number of
     workers."""
     used = {index for model in spec.models.values() for index in model.workers}
     unused = sorted(set(range(spec.n_model_workers)) - used)
@@ -282,8 +285,8 @@ def _check_heads(spec: ExperimentSpec) -> None:
 
 
 def _check_hosts(config: ExperimentConfig, specs: Sequence[ExperimentSpec]) -> None:
-    """Raise ConfigError if workers on other hosts could not connect, or if the scheduler rejects
-    its options for these experiments."""
+    """Raise ConfigError if workers on other hosts could not connect to the run, or if the scheduler
+    rejects its options for these experiments."""
     definition = load_scheduler(config.scheduler.path)
     finds_addresses = definition.script is not None and config.mode is Mode.check
     if not config.network.bind and definition.several_hosts and not finds_addresses:
@@ -309,8 +312,8 @@ def _process_names(spec: ExperimentSpec) -> Iterator[str]:
 
 
 def _check_served_actor(spec: ExperimentSpec) -> None:
-    """Raise ConfigError for a synchronous run that samples with a server from a role on several
-    workers."""
+    """Raise ConfigError for a synchronous run in which a separate generation server would sample
+    from a role on several workers."""
     sampling = {mfc.model_role for mfc in spec.mfcs if mfc.interface_type is InterfaceType.GENERATE}
     if spec.evaluation is not None:
         sampling.add(spec.evaluation.role)
@@ -341,7 +344,7 @@ LAUNCHER_OPTIONS = frozenset(
 )
 """Options that the launcher itself reads in every experiment."""
 LAUNCHER_SECTIONS = ("exp_ctrl.", "network.", "rpc.", "monitor.", "scheduler.", "allocation.")
-"""Prefixes of sections that the launcher itself reads in every experiment."""
+"""Name prefixes of the options in sections that the launcher itself reads in every experiment."""
 
 
 def watch_reads(config: ExperimentConfig) -> tuple[ExperimentConfig, set[str]]:
@@ -375,13 +378,13 @@ def _has_effect(name: str, reads: set[str]) -> bool:
 
 def effective_options(config: ExperimentConfig, reads: set[str]) -> tuple[str, ...]:
     """Return the names of the options that were read while the experiment was built, and of the
-    launcher's own."""
+    options that the launcher reads itself."""
     return tuple(sorted(entry.name for entry in walk(config) if _has_effect(entry.name, reads)))
 
 
 def check_effects(composed: ComposedConfig, reads: set[str]) -> None:
-    """Raise ConfigError for options that were set but not read, with the reason in the field's
-    ``idle`` text."""
+    """Raise ConfigError for options that were set but not read. The message contains the field's
+    ``idle`` text as the reason."""
     experiment = composed.config.experiment
     reasons = {entry.name: entry.option.idle for entry in walk(composed.config)}
 
@@ -407,13 +410,13 @@ ENVIRONMENT = "env."
 
 
 def _check_environment(composed: ComposedConfig, plain: Any) -> None:
-    """Raise ConfigError for options of the environment that were set and do not change the
-    experiment.
+    """Raise ConfigError for environment options that were set but do not change the experiment.
 
-    The environment's factory reads all of its options at once, so reads do not show which of them
+    The environment's factory reads all of its options at once, so reads do not show which options
     have an effect. Instead, the experiment is built again with each option at its default and
-    compared with ``plain``, the experiment as JSON values. Options that have their default value,
-    or whose default makes the build fail, are skipped."""
+    compared with ``plain``, which is the experiment as JSON values. Options that have their default
+    value, or whose default makes the build fail, are skipped.
+    """
     lines = []
     for name in dict.fromkeys((*composed.overridden, *composed.written)):
         if not name.startswith(ENVIRONMENT) or name == f"{ENVIRONMENT}path":

@@ -1,7 +1,8 @@
-"""Checks of a configuration and of the model's folder before any process starts, without torch.
+"""Checks of a configuration and of the models' folders before any process starts. They do not need
+torch.
 
 The fields of the configuration declare ranges and choices, and each section checks its own options
-(``realhf/api/option.py``). This module has the checks across sections.
+(``realhf/api/option.py``). This module contains the checks that involve several sections.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from realhf.scheduler.gpus import visible_gpus
 
 
 def check_config(config: ExperimentConfig) -> None:
-    """Raise ConfigError that lists all invalid values. The experiment's module must be imported
-    already, so that the names that it registers are known."""
+    """Raise ConfigError that lists all invalid values. The experiment's module must have been
+    imported, so that the names that it registers are known."""
     lines = [
         *problems(config, known=registered_names),
         *_sampling_problems(config),
@@ -64,8 +65,8 @@ def check_config(config: ExperimentConfig) -> None:
 
 
 def _other_model_problems(config: ExperimentConfig) -> Iterator[str]:
-    """Check the experiment's other models, such as a critic, whose path may refer to the actor's
-    weights."""
+    """Yield errors of the experiment's other models, such as a critic, whose path may refer to the
+    actor's weights."""
     for role, model in sections(config):
         if (
             isinstance(model, ModelConfig)
@@ -93,8 +94,8 @@ def _served_expert_problems(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _host_problems(config: ExperimentConfig) -> Iterator[str]:
-    """Check what a run would miss on this machine after its first minutes: vLLM, trackers, a
-    writable folder."""
+    """Yield an error for each thing that is missing on this machine and that a run would need only
+    after some minutes: vLLM, trackers, a writable folder."""
     engine = config.engine
     elsewhere = load_scheduler(config.scheduler.path).several_hosts
     if (
@@ -114,7 +115,7 @@ def _host_problems(config: ExperimentConfig) -> Iterator[str]:
         if find_spec(name) is None:
             yield f"monitor.trackers: {name} is not installed: {install_command(name)}"
     existing = run_folder(config)
-    # Unlike this, Path.exists raises if a parent folder is not accessible.
+    # Path.exists, unlike os.path.exists, raises an error if a parent folder is not accessible.
     while not os.path.exists(existing):
         existing = existing.parent
     try:
@@ -153,8 +154,8 @@ _INSIDE_BYTES = 512
 
 
 def _path_length_problems(config: ExperimentConfig) -> Iterator[str]:
-    """Check that the file system accepts the names of the run folder and its parents, and paths
-    inside it."""
+    """Yield an error if names or paths in the run folder would be longer than the file system
+    allows."""
     folder = run_folder(config)
     existing = next(path for path in folder.parents if os.path.isdir(path))
     max_bytes = os.pathconf(existing, "PC_NAME_MAX")
@@ -197,7 +198,8 @@ def _size_problems(config: ExperimentConfig) -> Iterator[str]:
                 f"builtin.max_positions={config.builtin.max_positions}"
             )
     folder = run_folder(config)
-    # Unlike this, Path.is_dir raises for a name that is too long, which is reported elsewhere.
+    # Path.is_dir, unlike os.path.isdir, raises an error for a name that is too long, which is
+    # reported elsewhere.
     if config.recover_mode is RecoverMode.resume and not os.path.isdir(folder / "checkpoints"):
         others = sorted(path.parent.name for path in folder.parent.glob("*/checkpoints"))
         suggestion = f"; give the trial_name of a run: {', '.join(others[-8:])}" if others else ""
@@ -207,28 +209,29 @@ def _size_problems(config: ExperimentConfig) -> Iterator[str]:
 BUILTIN = "builtin"
 """Value of actor.path for the built-in policy, warm-started on demonstrations."""
 BUILTIN_TINY = "builtin_tiny"
-"""Value of actor.path for the built-in policy with random weights and a token per byte."""
+"""Value of actor.path for the built-in policy with random weights and one token per byte."""
 BUILTIN_PATHS = (BUILTIN, BUILTIN_TINY)
-"""Values of actor.path that name no folder."""
+"""Values of actor.path that are not the name of a folder."""
 TINY_VOCAB = 260
 """Vocabulary size of ``BUILTIN_TINY``: 256 bytes and four special tokens."""
 PRETRAINED = "models/smollm2_135m"
-"""Folder of model=smollm2_135m, which looks like a hub id."""
+"""Folder that model=smollm2_135m uses. The path could be mistaken for a hub id."""
 VLLM_START_S = 600.0
-"""Time in seconds that a vLLM server gets to load a model, compile and capture graphs, if it was
-selected automatically."""
+"""Seconds within which an automatically selected vLLM server must load a model, compile and capture
+graphs."""
 BUILTIN_VARIABLES = ("show_system", "show_tools")
-"""Variables that the chat template of the built-in policy reads."""
+"""Variables that the built-in policy's chat template reads."""
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
-"""Suffixes of the names of embedding matrices."""
+"""Name suffixes of embedding matrices."""
 
 
 def start_untrained(config: ExperimentConfig) -> str:
-    """Replace ``actor.path=builtin`` by the untrained policy if the environment has no scripted
-    solver for a warm start.
+    """Replace ``actor.path=builtin`` by the untrained built-in policy if the environment has no
+    scripted solver for a warm start.
 
-    Return a warning about it, or "" if nothing was changed. Experiments that need demonstrations
-    raise an error themselves."""
+    Return a warning about the replacement, or "" if nothing was changed. Experiments that need
+    demonstrations raise an error themselves.
+    """
     chosen: Any = getattr(config, "env", None)
     if config.actor.path != BUILTIN or not hasattr(chosen, "path"):
         return ""
@@ -249,10 +252,11 @@ def start_untrained(config: ExperimentConfig) -> str:
 
 
 def choose_engine(config: ExperimentConfig, user_options: Collection[str]) -> str:
-    """Select vLLM for a pretrained model if this machine has a GPU and vLLM, unless the options set
-    by the user (``user_options``) choose an engine.
+    """Select vLLM for a pretrained model if this machine has a GPU and vLLM is installed, unless an
+    option set by the user (``user_options``) chooses an engine.
 
-    Return a warning if the embedded engine is used on a GPU, else ""."""
+    Return a warning if the embedded engine is used on a GPU, else "".
+    """
     engine = config.engine
     path = config.actor.path
     if (
@@ -290,11 +294,12 @@ def choose_engine(config: ExperimentConfig, user_options: Collection[str]) -> st
 def model_problems(
     role: str, model: ModelConfig, max_total_tokens: int, *, renders: bool = True
 ) -> Iterator[str]:
-    """Yield what is wrong with a role's model folder.
+    """Yield the problems of a role's model folder.
 
-    It must hold a supported decoder with a matching tokenizer, a context of ``max_total_tokens``,
-    and a chat template if the role ``renders`` texts. A path ``owner/name`` may be a hub id, which
-    is not inspected."""
+    It must contain a supported decoder with a matching tokenizer and a context of at least
+    ``max_total_tokens``, and a chat template if the role ``renders`` conversations. A path
+    ``owner/name`` may be a hub id, which is not inspected.
+    """
     folder = Path(model.path).expanduser()
     if model.path in BUILTIN_PATHS:
         if idle := [name for name in model.chat_template_kwargs if name not in BUILTIN_VARIABLES]:
@@ -334,7 +339,7 @@ def model_problems(
 
 
 def is_builtin(path: str) -> bool:
-    """Return whether ``actor.path`` is the built-in policy: by name, or the folder of a trained
+    """Return whether ``path`` is a built-in policy: either its name, or the folder of a trained
     one, which is recognized by its chat template."""
     folder = Path(path).expanduser()
     return path in BUILTIN_PATHS or (
@@ -343,14 +348,14 @@ def is_builtin(path: str) -> bool:
 
 
 def checkpoint_problems(role: str, path: str) -> Iterator[str]:
-    """Yield what is missing of the weights in a folder with a model's configuration."""
+    """Yield an error if weights are missing in a folder that contains a model's configuration."""
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
         return
     if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
         yield f"{role}.path={path}: the folder holds no weights (*.safetensors)"
-    # Check only the format that transformers reads: the folder may have the index of another one
-    # without its files.
+    # Check only the format that transformers would read: the folder may contain the index of
+    # another format without its files.
     formats = (("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "*.bin"))
     single_file = next((name for name, files in formats if any(folder.glob(files))), "")
     index = folder / f"{single_file}.index.json"
@@ -369,8 +374,8 @@ def checkpoint_problems(role: str, path: str) -> Iterator[str]:
 def _weights_problems(
     role: str, model: ModelConfig, folder: Path, max_total_tokens: int
 ) -> Iterator[str]:
-    """Yield reasons in a model's configuration why it cannot be trained, and mismatches between its
-    files."""
+    """Yield reasons why a model cannot be trained according to its configuration, and mismatches
+    between its files."""
     path = model.path
     model_config = _read_json(folder / "config.json")
     if not model_config:
@@ -410,8 +415,8 @@ def _weights_problems(
 def vocabulary_problems(
     role: str, model: ModelConfig, actor: ModelConfig, builtin_vocab: int
 ) -> Iterator[str]:
-    """Yield how the vocabulary of a role that reads the actor's tokens differs from the actor's, in
-    size or in token ids, as far as both folders show it. ``builtin_vocab`` is the vocabulary size
+    """Yield an error if a role reads the actor's tokens but its vocabulary differs from the actor's
+    in size or token ids, as far as both folders show it. ``builtin_vocab`` is the vocabulary size
     of the built-in policy, whose tokenizer does not exist yet."""
     folder = Path(model.path).expanduser()
     actor_folder = Path(actor.path).expanduser()
@@ -433,10 +438,11 @@ def vocabulary_problems(
 
 
 def _compare_token_ids(folder: Path, other: Path) -> str:
-    """Return how the token ids of two tokenizers differ, or "" if they do not or the files do not
-    show it.
+    """Describe how the token ids of two tokenizers differ; "" if they do not differ or the files do
+    not show it.
 
-    Added tokens that only one of them has are no difference."""
+    Added tokens that only one of them has do not count as a difference.
+    """
     vocab, added = _token_ids(folder)
     other_vocab, other_added = _token_ids(other)
     all_ids = {**vocab, **added}
@@ -455,8 +461,8 @@ def _compare_token_ids(folder: Path, other: Path) -> str:
 
 
 def _token_ids(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the ids of the vocabulary in ``tokenizer.json`` and of its added tokens; empty if not
-    readable."""
+    """Return (token ids of the vocabulary, token ids of the added tokens) from ``tokenizer.json``;
+    both are empty if it cannot be read."""
     tokenizer = _read_json(folder / "tokenizer.json")
     model = tokenizer.get("model")
     added = tokenizer.get("added_tokens")
@@ -494,7 +500,7 @@ def _vocabulary_size(folder: Path) -> int | None:
 
 
 def _chat_template(folder: Path) -> str:
-    """Return the text of all chat templates of a tokenizer, or "" without any."""
+    """Return the text of all chat templates of a tokenizer; "" if it has none."""
     files = [*folder.glob("chat_template*"), *folder.glob("additional_chat_templates/*")]
     inline = _read_json(folder / "tokenizer_config.json").get("chat_template") or ""
     texts = [file.read_text(encoding="utf-8") for file in sorted(files) if file.is_file()]
@@ -502,8 +508,8 @@ def _chat_template(folder: Path) -> str:
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
-    """Return the object in a JSON file; {} if the file is missing, invalid or holds something
-    else."""
+    """Return the object in a JSON file; {} if the file is missing, is invalid or contains another
+    type."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -522,8 +528,8 @@ _BUILTIN_LAYERS = tuple(
 
 
 def adapter_problems(role: str, model: ModelConfig) -> Iterator[str]:
-    """Yield what prevents LoRA: a missing peft, a backend without adapters, or targets that no
-    layer matches, as far as the model's files show its layers."""
+    """Yield the reasons why LoRA cannot be used: peft is missing, the backend does not support
+    adapters, or no layer matches a target, as far as the model's files show its layers."""
     lora = model.lora
     if not lora.rank:
         return

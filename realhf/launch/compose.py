@@ -1,7 +1,7 @@
-"""Composition of an experiment's configuration from the command line and YAML files, through Hydra,
-with one-line errors.
+"""Composition of an experiment's configuration from the command line and YAML files with Hydra,
+with one-line error messages.
 
-Importing this module is cheap: Hydra is imported by ``compose_config``, and torch never.
+Importing this module is cheap: only ``compose_config`` imports Hydra, and torch is never imported.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from realhf.registry import environments
 GROUPS = ("experiment", "model", "env", "scheduler")
 """Configuration groups, whose files are selected with ``GROUP=NAME``."""
 BUILTIN_DEFAULTS = "builtin_policy.yaml"
-"""File in the configuration folder with the defaults of the built-in policy, which replace the
-library's. ``builtin_policy_NAME.yaml`` has those for the environment NAME."""
+"""File in the configuration folder with the defaults for the built-in policy, which replace the
+library's defaults. ``builtin_policy_NAME.yaml`` contains the defaults for the environment NAME."""
 
 
 class ComposedConfig(NamedTuple):
-    """A composed configuration, and the origin of its values."""
+    """A composed configuration and the origin of its values."""
 
     config: ExperimentConfig
     """The configuration."""
@@ -50,9 +50,9 @@ class ComposedConfig(NamedTuple):
     overridden: tuple[str, ...]
     """Options set on the command line, by dotted name."""
     written: Mapping[str, str]
-    """Options set by YAML files of the experiment, with the file."""
+    """File that sets each option, for options set in YAML files of the experiment."""
     chosen: Mapping[str, tuple[str, ...]]
-    """Options set by each choice ``model=``, ``env=`` or ``scheduler=``."""
+    """Options that each choice (``model=``, ``env=``, ``scheduler=``) sets."""
     warnings: tuple[str, ...] = ()
     """Warnings about automatic choices."""
 
@@ -61,20 +61,21 @@ class Argument(NamedTuple):
     """A ``key=value`` argument of the command line."""
 
     key: str
-    """Dotted name of an option, or a group."""
+    """Dotted name of an option, or name of a group."""
     value: str
     """The text after the equals sign."""
 
 
 class EnvironmentMissing(ConfigError):
-    """No environment was chosen for an experiment that needs one."""
+    """Raised if no environment was chosen for an experiment that needs one."""
 
 
 def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> ComposedConfig:
-    """Return the configuration for ``key=value`` arguments.
+    """Compose and return the configuration for ``key=value`` arguments.
 
     Imports the experiment's file, which defines the class of the configuration. Raises ConfigError
-    that names the option."""
+    that names the option.
+    """
     pairs = [_parse_argument(text) for text in arguments]
     values = {pair.key: pair.value for pair in pairs}
     user_file = _resolve_user_file(values.get("experiment_path"))
@@ -131,7 +132,7 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
     ):
         values["env.path"] = values.pop("env")
     _check_texts(schema, values, config_dir, own_file, user_file)
-    # Options that hold a mapping have no fixed keys, so Hydra needs "++" to accept new ones.
+    # Mapping options have no fixed keys, and Hydra accepts new keys only with "++".
     overrides = [
         f"{'++' if schema.find_mapping(key) else ''}{key}={_quote_texts(schema.text_kind(key), value)}"
         for key, value in values.items()
@@ -172,8 +173,8 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
 
 
 def make_trial_name() -> str:
-    """Return a default trial name: the local time, and a random suffix for launches within the same
-    second."""
+    """Return a default trial name, which consists of the local time and a random suffix that
+    distinguishes launches in the same second."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
@@ -196,12 +197,12 @@ def _compose_with_defaults(
     user_file: Path | None,
     environment: str | None,
 ) -> tuple[ExperimentConfig, Mapping[str, Any]]:
-    """Return the configuration, and the defaults of the built-in policy that were applied, by
-    option.
+    """Return (configuration, defaults of the built-in policy that were applied, by option).
 
-    These defaults apply only if the actor is the built-in policy, some of them only in one
-    environment. Any file may set the actor and the environment, so both are guessed first, and the
-    configuration is composed again if the guess was wrong."""
+    These defaults apply only if the actor is the built-in policy, and some of them only in one
+    environment. Because any file may set the actor and the environment, both are guessed first, and
+    the configuration is composed again if the guess was wrong.
+    """
     from omegaconf import OmegaConf
 
     def default_files(builtin: bool, environment: str) -> list[Path]:
@@ -240,11 +241,12 @@ def _compose_with_defaults(
 def _options_in_yaml(
     config: ExperimentConfig, schema: Schema, own_file: Path, defaults: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return the options that YAML files of the experiment set, with the file.
+    """Return the options that YAML files of the experiment set, as {option: file}.
 
-    For files that the experiment's own file builds on, only values that differ from the library's
-    default (or from the built-in policy's ``defaults``) are detected. An option that is set back to
-    its default, by another file or the command line, counts as not set."""
+    In the files on which the experiment's own file builds, only values that differ from the
+    library's default (or from the built-in policy's ``defaults``) are detected. An option that
+    another file or the command line sets back to its default counts as not set.
+    """
     options = schema.options_in(own_file)
     from_files = dict.fromkeys(options, own_file.name)
     builds_on = (
@@ -264,8 +266,8 @@ def experiment_names(config_dir: Path = CONFIGS) -> list[str]:
 
 
 def list_choices(group: str, config_dir: Path = CONFIGS) -> list[str]:
-    """Return the names that can be selected in a group: its files, and for ``env`` all registered
-    environments."""
+    """Return the names that can be selected in a group: the names of its files and, for ``env``,
+    all registered environments."""
     return sorted({*_list_files(group, config_dir), *(environments if group == "env" else ())})
 
 
@@ -290,8 +292,10 @@ def _find_component(
 ) -> str | None:
     """Return the chosen environment, scheduler or algorithm (``section``), or None.
 
-    It is chosen by ``option``, by the file of ``section=NAME``, or by the experiment's YAML file
-    ``own_file``. A path in ``values`` is made absolute, so that every process finds it."""
+    It is chosen by the option ``section.option`` on the command line, by the file of
+    ``section=NAME``, or by the experiment's YAML file ``own_file``. A path in ``values`` is made
+    absolute, so that every process finds it.
+    """
     name = option
     option = f"{section}.{option}"
     if option in values:
@@ -309,10 +313,12 @@ def _find_component(
 def _check_environment(
     experiment: str, env_argument: str, environment: str | None, fixed: str | None, config_dir: Path
 ) -> None:
-    """Raise ConfigError if the argument ``env_argument`` chooses an environment for an experiment with a
-    fixed one.
+    """Raise ConfigError if the argument ``env_argument`` chooses an environment for an experiment
+    whose environment is fixed.
 
-    ``fixed`` is that environment, "" for one without a name, None if the experiment has none."""
+    ``fixed`` is the fixed environment, "" if it has no name, or None if the experiment does not fix
+    one.
+    """
     if not env_argument or fixed in (None, environment):
         return
     general = experiment.replace(f"_{fixed}", "") if fixed else ""
@@ -326,8 +332,8 @@ def _check_environment(
 
 
 def _check_scheduler(config: ExperimentConfig, chosen_path: str | None, own_file: Path) -> None:
-    """Raise ConfigError for a scheduler that was set in a file which is read too late to add its
-    options."""
+    """Raise ConfigError if the scheduler was set in a file that is read too late for the
+    scheduler's options to be added."""
     if absolute_reference(config.scheduler.path) != absolute_reference(
         chosen_path or ExperimentConfig().scheduler.path
     ):
@@ -339,8 +345,8 @@ def _check_scheduler(config: ExperimentConfig, chosen_path: str | None, own_file
 
 
 def _check_algorithm(config: ExperimentConfig, chosen_path: str | None, own_file: Path) -> None:
-    """Raise ConfigError for a custom algorithm that was set in a file which is read too late to add
-    its options."""
+    """Raise ConfigError if a custom algorithm was set in a file that is read too late for the
+    algorithm's options to be added."""
     section: Any = getattr(config, "ppo", None)
     algo = getattr(section, "algo", "")
     if is_user_algorithm(algo) and absolute_reference(algo) != absolute_reference(
@@ -359,10 +365,11 @@ def _read_component(
     bases: Path | None = None,
     seen: frozenset[str] = frozenset(),
 ) -> str | None:
-    """Return ``section.option`` as set by a YAML file, or by the files in the folder ``bases`` that
-    it builds on.
+    """Return the value of ``section.option`` that a YAML file sets, or that the files in the folder
+    ``bases`` set on which it builds; None if none does.
 
-    ``seen`` are the files that build on it, to end cycles."""
+    ``seen`` contains the files from which this file was reached, to end cycles.
+    """
     content = read_yaml_mapping(path)
     part = content.get(section)
     value = part.get(option) if isinstance(part, dict) else None
@@ -419,8 +426,8 @@ def _check_names(
 
 
 def _describe_unknown(name: str, experiment: str, schema: Schema, config_dir: Path) -> str:
-    """Return the error message about an option that the experiment does not have, with those that
-    have it."""
+    """Return the error message about an option that the experiment does not have. It names the
+    experiments that have the option, if any."""
     owners = [
         other
         for other, other_schema in shipped_schemas(config_dir).items()
@@ -453,7 +460,7 @@ def _describe_unknown_name(what: str, name: str, known: Sequence[str]) -> str:
 TextKind = Literal["", "one", "list"]
 """Whether an option is a string ("one"), a list of strings ("list"), or something else ("")."""
 _ITEM = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^'"\[\]{}(),]*""")
-"""An item of a list: a quoted or an unquoted string."""
+"""Pattern of a list item: a quoted or an unquoted string."""
 
 
 def _quote_texts(kind: TextKind, value: str) -> str:
@@ -495,8 +502,8 @@ def _check_texts(
     own_file: Path,
     user_file: Path | None,
 ) -> None:
-    """Raise ConfigError for an unquoted string in a YAML file that YAML reads as another value with
-    a different text, such as ``1e5`` as 100000.0."""
+    """Raise ConfigError for an unquoted YAML value of a string option that YAML parses as another
+    type and that prints differently. For example, ``1e5`` becomes 100000.0."""
     import yaml
     from omegaconf import OmegaConf
 
@@ -519,8 +526,9 @@ def _check_texts(
 def _yaml_files(
     values: Mapping[str, str], config_dir: Path, own_file: Path
 ) -> Iterator[tuple[Path, str]]:
-    """Yield the YAML files of a configuration with their group ("" for experiments): the
-    experiment's file, those it builds on, and those that they or the command line choose."""
+    """Yield (file, group) for all YAML files of a configuration; the group is "" for experiment
+    files. They are the experiment's file, the files on which it builds, and the files chosen by
+    these or by the command line."""
     chosen = {(group, values[group]) for group in GROUPS[1:] if group in values}
     experiment_files = [own_file]
     for path in experiment_files:
@@ -542,7 +550,7 @@ def _yaml_files(
 
 
 class _UnknownOption(Exception):
-    """An option in a YAML file that does not exist."""
+    """Raised for an option in a YAML file that does not exist."""
 
     def __init__(self, option: str) -> None:
         super().__init__(option)
@@ -596,8 +604,8 @@ def _structured_config(kind: type[ExperimentConfig]) -> Any:
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
-    """Return the mapping in a YAML file, {} if the file does not exist. Raises ConfigError for any
-    other content."""
+    """Return the mapping in a YAML file; {} if the file does not exist. Raises ConfigError if it
+    does not contain a mapping."""
     import yaml
 
     try:
@@ -646,18 +654,18 @@ class Schema:
 
     @cached_property
     def options(self) -> Mapping[str, NamedOption]:
-        """The options by dotted name, in the order of the fields; their values are the defaults."""
+        """All options by dotted name, in the order of the fields. Their values are the defaults."""
         return {entry.name: entry for entry in walk(self.kind())}
 
     @cached_property
     def sections(self) -> Mapping[str, Any]:
-        """The sections with their defaults, by dotted name, without the configuration as a
-        whole."""
+        """All sections with their default values, by dotted name. The configuration as a whole is
+        not included."""
         return {name: part for name, part in sections(self.kind()) if name}
 
     @cached_property
     def _types(self) -> Mapping[str, Any]:
-        """The types of options and sections by dotted name. Raises ConfigError for an annotation
+        """Types of all options and sections by dotted name. Raises ConfigError for an annotation
         that cannot be evaluated."""
         types = {}
         for name, part in sections(self.kind()):
@@ -671,8 +679,8 @@ class Schema:
         return types
 
     def text_kind(self, key: str) -> TextKind:
-        """Return whether an option, or a key of a mapping option, is a string or a list of strings,
-        possibly nullable. Groups are strings."""
+        """Return whether an option, or a key of a mapping option, is a string or a list of strings.
+        Options that may also be None are included, and groups count as strings."""
         if key in GROUPS:
             return "one"
         mapping = self.find_mapping(key)
@@ -711,13 +719,14 @@ class Schema:
         yield from scalars(root, group if "@package _global_" not in text else "")
 
     def find_mapping(self, key: str) -> str:
-        """Return the mapping option that ``key`` names or is a key of; "" if there is none."""
+        """Return the mapping option that ``key`` names or to which ``key`` belongs; "" if there is
+        none."""
         mappings = (name for name, entry in self.options.items() if isinstance(entry.value, dict))
         return next((name for name in mappings if key == name or key.startswith(f"{name}.")), "")
 
     def describe_unknown(self, name: str) -> str:
-        """Return the error message about an unknown option: the closest one, with its
-        description."""
+        """Return the error message about an unknown option, which suggests the most similar option
+        with its description."""
         close = find_close_name(name, [*self.options]) or self._find_same_leaf(name)
         if not close:
             return f"unknown option {name!r}"
@@ -733,11 +742,12 @@ class Schema:
         return leaves.get(find_close_name(name.rpartition(".")[2], [*leaves], cutoff=0.75), "")
 
     def options_in(self, path: Path, group: str = "") -> dict[str, Any]:
-        """Return the options that a YAML file itself sets, by dotted name; {} if the file does not
+        """Return the options that a YAML file sets itself, by dotted name; {} if the file does not
         exist.
 
         The options of a group's file belong to the section of that name, unless the file contains
-        ``@package _global_``."""
+        ``@package _global_``.
+        """
         import yaml
 
         def flat(part: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -758,7 +768,8 @@ class Schema:
 
 
 def _without_null(kind: Any) -> Any:
-    """Return a type without None, if a single one remains."""
+    """Return an optional type without None if exactly one type remains; return any other type
+    unchanged."""
     if typing.get_origin(kind) not in (typing.Union, UnionType):
         return kind
     kinds = [each for each in typing.get_args(kind) if each is not NoneType]

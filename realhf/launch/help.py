@@ -28,10 +28,10 @@ from realhf.launch.plugins import with_scheduler
 from realhf.registry import environments, registered_names, schedulers
 
 _COLUMN = 44
-"""Column in which the descriptions begin, unless an option is longer."""
+"""Column in which descriptions begin, unless the option is longer."""
 _ANY_ENVIRONMENT = "countdown"
-"""Environment used to describe an experiment for which none was chosen; its own options are
-omitted."""
+"""Environment with which an experiment is described if none was chosen. The environment's own
+options are then omitted."""
 _USAGE = """usage: python -m realhf.launch experiment=NAME [key=value ...]
        python -m realhf.launch --version
 
@@ -77,10 +77,12 @@ def help_text(config_dir: Path = CONFIGS) -> str:
 
 
 def experiment_help(arguments: Sequence[str], config_dir: Path = CONFIGS) -> str:
-    """Return the options of one experiment, with the values of its YAML and the command line.
+    """Return the help for one experiment: its options, with the values from its YAML file and the
+    command line.
 
     Without an environment among ``arguments`` the environment's options are omitted. Raises
-    ConfigError."""
+    ConfigError.
+    """
     has_environment = True
     try:
         composed = compose_config(arguments, config_dir)
@@ -133,28 +135,28 @@ def options_reference(config_dir: Path = CONFIGS) -> str:
 
 
 def environment_schemas() -> Mapping[str, Schema]:
-    """Return one schema per registered environment, by name, each with the section ``env`` of that
-    environment."""
+    """Return a schema for each registered environment, by name, in which the section ``env`` has
+    that environment's options."""
     return {name: Schema(with_environment(ExperimentConfig, name)) for name in environments}
 
 
 def scheduler_schemas() -> Mapping[str, Schema]:
-    """Return a schema with the section ``scheduler`` of each registered scheduler that has
-    options."""
+    """Return a schema for each registered scheduler that has options, by name, in which the section
+    ``scheduler`` has that scheduler's options."""
     schemas = {name: Schema(with_scheduler(ExperimentConfig, name)) for name in schedulers}
     return {name: schema for name, schema in schemas.items() if any(_scheduler_options(schema))}
 
 
 def _scheduler_options(schema: Schema) -> Iterator[NamedOption]:
-    """Return the options of a scheduler, except the one that selects it."""
+    """Return the options of a scheduler, except ``scheduler.path``, which selects it."""
     return (
         entry for entry in _section_options(schema, "scheduler") if entry.name != "scheduler.path"
     )
 
 
 def _own_sections(config_dir: Path) -> Mapping[str, tuple[list[str], Schema]]:
-    """Return the sections that shipped experiments add, except ``env``: the experiments that have
-    the section, and a schema that contains it."""
+    """Return the sections that shipped experiments add, except ``env``, as {section: (experiments
+    that have it, a schema that contains it)}."""
     common = Schema().sections
     owners = {}
     for name, schema in shipped_schemas(config_dir).items():
@@ -165,8 +167,8 @@ def _own_sections(config_dir: Path) -> Mapping[str, tuple[list[str], Schema]]:
 
 
 def _format_chapter(section: str, schema: Schema, aside: str = "") -> list[str]:
-    """Return the chapter about a section: its heading, its docstring followed by ``aside``, and its
-    table."""
+    """Return the chapter about a section: a heading, the section's docstring followed by ``aside``,
+    and a table of its options."""
     kind = type(schema.sections[section])
     about = (inspect.getdoc(kind) or "").replace("``", "`")
     return [
@@ -216,8 +218,8 @@ def _allowed_values(option: Option, value: Any) -> str:
 
 
 def _format_value(value: Any) -> str:
-    """Return a value as it is written on the command line; "" for None and for a required
-    option."""
+    """Return a value in the form of the command line; "" for None and for an option that must be
+    given."""
     if value is None or value == "???":
         return ""
     if isinstance(value, list):

@@ -1,5 +1,5 @@
-"""Handling of SIGINT and SIGTERM in the launcher: a stop that first saves a checkpoint, or an
-exception."""
+"""Handling of SIGINT and SIGTERM in the launcher, which either save a checkpoint and stop the run,
+or raise an exception."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class LaunchInterrupted(Exception):
-    """Stop of a launch by SIGINT or SIGTERM. ``outcome`` tells what the run saved."""
+    """Raised when SIGINT or SIGTERM stops a launch. ``outcome`` describes what the run has
+    saved."""
 
     def __init__(self, signum: int, outcome: str = "") -> None:
         super().__init__(
@@ -33,7 +34,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.requested: int | None = None
-        """The signal that asked the run to save and stop, if any."""
+        """Number of the signal that requested that the run save and stop; None if there was
+        none."""
         self.deferred = False
         """Whether the first signal lets the run save a checkpoint instead of raising
         ``LaunchInterrupted``."""
@@ -41,7 +43,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def install(self) -> Iterator[None]:
-        """Install the handlers within the block, and restore the previous ones afterwards."""
+        """Context manager that installs the handlers and restores the previous ones at the end."""
         previous = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
         try:
             yield
@@ -64,8 +66,8 @@ class StopSignals:
 
 @contextlib.contextmanager
 def defer_signals() -> Iterator[None]:
-    """Defer SIGINT and SIGTERM until the end of the block, in the main thread. An interrupted
-    clean-up would leave processes behind."""
+    """Context manager that defers SIGINT and SIGTERM to its end, if used in the main thread. An
+    interrupted clean-up would leave processes behind."""
     received: list[int] = []
     numbers = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
     handlers = {

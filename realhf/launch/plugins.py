@@ -1,5 +1,5 @@
-"""Loading of user-selected components: the experiment's file with its configuration class, the
-scheduler, and the options of a custom algorithm."""
+"""Loading of components that the user selects: the experiment's file with its configuration class,
+the scheduler, and the options of a custom algorithm."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from realhf.scheduler.base import Scheduler, SchedulerDefinition
 
 
 class ExperimentFile(NamedTuple):
-    """An imported experiment."""
+    """The imported file of an experiment."""
 
     name: str
     """Name of the experiment."""
@@ -44,11 +44,12 @@ class ExperimentFile(NamedTuple):
 def load_experiment(
     config_dir: Path, name: str, user_file: Path | None, environment: str | None = None
 ) -> ExperimentFile:
-    """Import the experiment ``name``, or the one in ``user_file``, which registers its components.
+    """Import the experiment ``name``, or the one in ``user_file``. The import registers the
+    experiment's components.
 
     ``environment`` is the chosen environment, for an experiment that defines
-    ``config_class(environment)``. Raises ConfigError that names the line of a mistake in the
-    file."""
+    ``config_class(environment)``. Raises ConfigError that names the line of a mistake in the file.
+    """
     plugin = str(user_file) if user_file else f"experiments.{_find_module(config_dir, name)}"
     try:
         module = load_plugin(plugin)
@@ -65,10 +66,11 @@ def load_experiment(
 
 
 def config_class(name: str, module: ModuleType) -> type[ExperimentConfig]:
-    """Return the annotated class of the first parameter of ``build``, or ``ExperimentConfig``
-    without annotation.
+    """Return the class with which the first parameter of ``build`` is annotated;
+    ``ExperimentConfig`` if it has no annotation.
 
-    Raises ConfigError for a module without ``build`` and for an invalid annotation or class."""
+    Raises ConfigError for a module without ``build`` and for an invalid annotation or class.
+    """
     build = getattr(module, "build", None)
     if build is None:
         raise ConfigError(f"experiment={name}: {module.__file__} defines no build(config)")
@@ -91,8 +93,8 @@ def config_class(name: str, module: ModuleType) -> type[ExperimentConfig]:
 
 
 def _check_class(name: str, kind: type[ExperimentConfig]) -> None:
-    """Raise ConfigError for a class with a missing @dataclass, options without a default, or
-    unknown registries."""
+    """Raise ConfigError for a class without ``@dataclass``, with options that have no default, or
+    with unknown registries."""
     for part in kind.__mro__:
         if inspect.get_annotations(part) and "__dataclass_params__" not in vars(part):
             raise ConfigError(
@@ -115,17 +117,18 @@ def _check_class(name: str, kind: type[ExperimentConfig]) -> None:
 
 
 def _evaluate_annotation(annotation: Any, names: Mapping[str, Any]) -> Any:
-    """Return the class that an annotation, possibly a string, refers to in a module with these
-    names."""
+    """Return the class to which an annotation refers, which may be a string, in a module with the
+    given names."""
     holder = type("Holder", (), {"__annotations__": {"config": annotation}})
     return typing.get_type_hints(holder, globalns=dict(names), localns={})["config"]
 
 
 def base_experiments(content: Mapping[str, Any], path: Path) -> list[str]:
-    """Return the names of the experiments that the YAML file at ``path`` builds on, in ascending
+    """Return the names of the experiments on which the YAML file at ``path`` builds, in ascending
     precedence.
 
-    Raises ConfigError if its ``defaults`` are not a list."""
+    Raises ConfigError if its ``defaults`` are not a list.
+    """
     defaults = content.get("defaults") or []
     if not isinstance(defaults, list):
         raise ConfigError(f"{path}: defaults must be a list of names")
@@ -135,8 +138,8 @@ def base_experiments(content: Mapping[str, Any], path: Path) -> list[str]:
 
 
 def read_yaml_mapping(path: Path) -> Mapping[str, Any]:
-    """Return the mapping in a YAML file; {} if the file is missing, invalid or holds something
-    else."""
+    """Return the mapping in a YAML file; {} if the file is missing, is invalid or contains another
+    type."""
     import yaml
 
     try:
@@ -147,11 +150,13 @@ def read_yaml_mapping(path: Path) -> Mapping[str, Any]:
 
 
 def _find_module(config_dir: Path, name: str, seen: frozenset[str] = frozenset()) -> str:
-    """Return the name of the module in ``experiments`` for the YAML file of this name.
+    """Return the name of the module in ``experiments`` that belongs to the experiment file
+    ``name``.yaml.
 
-    It is the file's key ``experiment`` if set and importable, else the module of the experiment
-    that the file builds on, else its own name. ``seen`` are the experiments that build on it, to
-    end cycles."""
+    It is the value of the file's key ``experiment`` if that is set and importable, else the module
+    of the experiment on which the file builds, else the file's own name. ``seen`` contains the
+    experiments from which this one was reached, to end cycles.
+    """
     path = config_dir / "experiment" / f"{name}.yaml"
     content = read_yaml_mapping(path)
     bases = [base for base in base_experiments(content, path) if base not in seen]
@@ -167,10 +172,11 @@ METHODS = ("start", "wait", "kill", "stop")
 
 
 def load_scheduler(reference: str) -> SchedulerDefinition:
-    """Return the scheduler that ``reference`` names: a registered name, ``file.py:Name`` or
-    ``package.module:Name``.
+    """Return the definition of the scheduler that ``reference`` names, which is a registered name,
+    ``file.py:Name`` or ``package.module:Name``.
 
-    Raises ValueError with one sentence about the cause and its location."""
+    Raises ValueError with one sentence about the cause and its location.
+    """
     if reference in schedulers:
         definition = import_user_code(reference, lambda: schedulers.get(reference))
     elif reference.endswith(".py"):
@@ -194,9 +200,11 @@ def load_scheduler(reference: str) -> SchedulerDefinition:
 
 
 def with_scheduler(config: type[C], reference: str) -> type[C]:
-    """Return ``config`` with the options of a scheduler as its section ``scheduler``.
+    """Return a subclass of ``config`` that has the options of a scheduler as its section
+    ``scheduler``.
 
-    Raises ValueError for an unknown scheduler, and for options that cannot be a section."""
+    Raises ValueError for an unknown scheduler, and for options that cannot form a section.
+    """
     options = load_scheduler(reference).options
     if not (isinstance(options, type) and is_dataclass(options)):
         raise ValueError(f"{reference}: options must be a dataclass, not {options!r}")
@@ -216,10 +224,12 @@ def with_scheduler(config: type[C], reference: str) -> type[C]:
 
 
 def with_algorithm(config: type[C], reference: str) -> type[C]:
-    """Return ``config`` with the options of a custom algorithm as its section ``algorithm``, or
-    ``config`` itself if the algorithm has none.
+    """Return a subclass of ``config`` that has the options of a custom algorithm as its section
+    ``algorithm``, or ``config`` itself if the algorithm has no options.
 
-    Raises ValueError for an unknown algorithm, and if ``config`` has a section of that name."""
+    Raises ValueError for an unknown algorithm, and if ``config`` already has a section
+    ``algorithm``.
+    """
     options = load_algorithm(reference).options
     if options is None:
         return config
@@ -244,8 +254,8 @@ def read_scheduler_options(section: Any) -> Any:
 
 
 def make_scheduler(section: Any) -> Scheduler:
-    """Return the scheduler for the section ``scheduler`` of a configuration. Raises ValueError if
-    it cannot be made."""
+    """Create the scheduler that the section ``scheduler`` of a configuration describes. Raises
+    ValueError if it cannot be created."""
     definition = load_scheduler(section.path)
     try:
         scheduler = definition.make(read_scheduler_options(section))

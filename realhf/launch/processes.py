@@ -1,10 +1,10 @@
-"""Process supervision of a run: starts the workers, detects failures, and restarts workers or the
-whole run.
+"""Supervision of a run's processes: starting the workers, detecting failures, and restarting
+workers or the whole run.
 
-A worker counts as dead when its process has exited, or when the master, its host or its start
-reports it lost. In the latter case the launcher kills the process, so that every death ends in an
-exit. The worker is then restarted or dropped; if the run cannot continue without it, the run
-restarts from its last checkpoint or fails.
+A worker counts as dead when its process has exited, when the master reports it lost, or when it
+does not register in time. In the last two cases the launcher kills the process, so that there is
+always an exit event. The worker is then restarted or dropped. If the run cannot continue without
+it, the run restarts from its last checkpoint or fails.
 """
 
 from __future__ import annotations
@@ -49,46 +49,48 @@ from realhf.transport.network import RunKeys, forget
 STOP_GRACE_S = 4.0
 """Time in seconds between SIGTERM and SIGKILL when the run's processes are stopped."""
 LEAVE_TIMEOUT_S = 15.0
-"""Time in seconds that the processes get to exit after the master has reported the summary."""
+"""Seconds within which the processes must exit after the master has reported the summary."""
 STOPS = (
     "the run saves a checkpoint of its last finished step and ends; a second signal ends it without"
 )
 BEGINS_AGAIN = "the run begins again from its last checkpoint"
 ON_TIME_S = 5.0
-"""If one wait took longer than this many seconds, the launcher was suspended or busy. It then reads
-the queued messages of the master before it enforces deadlines."""
+"""If a single wait took longer than this many seconds, the launcher was suspended or busy. It then
+reads the master's queued messages before it enforces deadlines."""
 MASTER_GRACE_S = 5.0
-"""Time in seconds to wait for the master's exit before another exit is blamed. A worker that exits
-cleanly was dismissed by the master, which ends later and knows the reason; one that lost its
-connection to the master may simply have noticed the master's death first."""
+"""Seconds to wait for the master's exit before another process's exit is taken as the cause of a
+failure. A worker that exits cleanly was dismissed by the master, which ends later and knows the
+reason. A worker that lost its connection may have noticed the master's death before the launcher
+did."""
 TAIL_LINES = 8
-"""Number of log lines quoted for a process that failed without a message."""
+"""Number of log lines to quote for a process that failed without a message."""
 MEMORY_ADVICE_BY_KIND = {
     "model_worker": MEMORY_ADVICE,
     "generation": "lower rollout.sessions or rollout.max_total_tokens, or take a smaller model",
     "rollout_worker": "lower rollout.sessions or rollout.max_total_tokens",
     "env": "lower env.pool_size",
 }
-"""Advice by worker kind for a worker that was killed for lack of memory."""
+"""Advice about a worker that was killed for lack of memory, by kind of worker."""
 SECTIONS = {"env": "env", "trajectory": "stream"}
-"""Configuration section of the command-line flags of each kind of server."""
+"""Configuration section from which each kind of server gets its command-line flags."""
 
 
 class LaunchError(RuntimeError):
-    """A failed process. The message names it, the cause and its log."""
+    """Raised when a process failed. The message names the process, the cause and its log."""
 
 
 class RunRestart(Exception):
-    """A restart of the run without a failure. The message gives the reason."""
+    """Raised to restart the run although nothing failed. The message gives the reason."""
 
 
 class WorkerFailed(LaunchError):
-    """The failure of a worker that the run cannot continue without. The run's saved state is
+    """Raised when a worker failed without which the run cannot continue. The run's saved state is
     intact."""
 
 
 def run_job(job: JobSpec, scheduler: Scheduler, log: Path, display: Display) -> None:
-    """Run a job to its end. Its artifact is created atomically. Raises LaunchError."""
+    """Run a job until it ends. Its artifact is created atomically. Raises LaunchError if the job
+    fails."""
     partial = job.artifact.with_name(f".{job.artifact.name}.{os.getpid()}.tmp")
     job.artifact.parent.mkdir(parents=True, exist_ok=True)
     argv = tuple(str(partial) if text == "{artifact}" else text for text in job.argv)
@@ -111,7 +113,7 @@ def run_job(job: JobSpec, scheduler: Scheduler, log: Path, display: Display) -> 
         try:
             os.replace(partial, job.artifact)
         except OSError:
-            # A concurrent run may have created the same artifact first; it is kept.
+            # If a concurrent run has created the same artifact first, that one is kept.
             if not job.artifact.exists():
                 raise
     finally:
@@ -129,9 +131,10 @@ def run_workers(
     """Start the master and the workers, supervise them, stop them all, and return the run's
     summary.
 
-    An asynchronous run recovers from the deaths of workers by itself. Raises LaunchError that names
-    the worker whose failure was final, and LaunchInterrupted after the run has saved the checkpoint that
-    ``signals`` requested."""
+    An asynchronous run recovers from worker deaths by itself. Raises LaunchError, which names the
+    worker whose failure ended the run, and LaunchInterrupted after a signal (``signals``) once the
+    run has saved a checkpoint.
+    """
     signals = signals or StopSignals()
     rollout = plan.spec.rollout
     failures: deque[float] = deque()
@@ -147,8 +150,8 @@ def run_workers(
     while True:
         plan.write()
         try:
-            # The master itself waits connect_timeout_s for each worker. Twice that leaves time for
-            # hosts that receive files before they can start a worker.
+            # The master waits connect_timeout_s for each worker. Twice that time is allowed here,
+            # because some hosts must receive files before they can start a worker.
             supervisor = WorkerSupervisor(
                 replaces=rollout is not None, join_s=2 * plan.rpc.connect_timeout_s
             )
@@ -168,10 +171,11 @@ def run_workers(
 
 
 def _may_restart(failures: deque[float], options: AsyncConfig) -> bool:
-    """Record a failure, and return whether those within ``recover_window_s`` do not exceed
-    ``recover_retries``.
+    """Record a failure. Return whether the run may restart, that is, whether at most
+    ``recover_retries`` failures have occurred within ``recover_window_s``.
 
-    ``failures`` holds the times of earlier failures in seconds of the process clock."""
+    ``failures`` contains the times of earlier failures (process_clock.now).
+    """
     failures.append(process_clock.now())
     while failures[0] < failures[-1] - options.recover_window_s:
         failures.popleft()
@@ -185,10 +189,11 @@ def _run_once(
     supervisor: WorkerSupervisor,
     signals: StopSignals,
 ) -> dict[str, Any]:
-    """Run all processes until the master has ended, and return the summary that it reported."""
+    """Run all processes until the master has ended, and return the summary that the master has
+    reported."""
     summary: dict[str, Any] | None = None
     leave_by = float("inf")
-    handle_exits_at = float("inf")  # When ``pending_exits`` are handled; see MASTER_GRACE_S.
+    handle_exits_at = float("inf")  # When to handle ``pending_exits``; see MASTER_GRACE_S.
     pending_exits: list[WorkerExit] = []
     stopping = False
     run_id = secrets.token_hex(6)
@@ -239,8 +244,8 @@ def _run_once(
                     signals.deferred = False
                     summary = message["summary"]
                     leave_by = process_clock.now() + LEAVE_TIMEOUT_S
-            # If this process was suspended, or busy with the files of a host, the workers may be on
-            # time although their messages have not been read yet.
+            # If this process was suspended, or busy sending files to a host, messages from workers
+            # that are on time may not have been read yet.
             on_time = process_clock.now() - waiting_since < ON_TIME_S
             for order in supervisor.pop_kill_orders() if on_time else ():
                 scheduler.kill(order.name, order.cause, pid=order.pid, started=order.started)
@@ -280,10 +285,12 @@ def _replace_workers(
     supervisor: WorkerSupervisor,
     run_dir: Path,
 ) -> None:
-    """Restart the workers that ended, and report each death on the display and in the run folder.
+    """Restart the workers that have ended, and report each death on the display and in the run
+    folder.
 
-    Raises WorkerFailed for the first worker that cannot be restarted and that the run cannot
-    continue without; none of the others is restarted then."""
+    Raises WorkerFailed for the first worker that can neither be restarted nor dropped. In that case
+    no worker is restarted.
+    """
     successors = {exit_.name: supervisor.successor(exit_) for exit_ in exits}
     vital_names = [
         name
@@ -328,8 +335,8 @@ def _replace_workers(
 
 
 def failure_message(exit_: WorkerExit) -> str:
-    """Return a line about the cause of an exit, with the last lines of the log if no cause is
-    known."""
+    """Return a line that explains an exit, followed by the last lines of the log if the cause is
+    not known."""
     where = f"(log: {exit_.log})"
     cause = (
         find_failure_cause(exit_.log, exit_.log_from, exit_.last_words)
@@ -338,7 +345,7 @@ def failure_message(exit_: WorkerExit) -> str:
     )
     kind = exit_.name.partition("/")[0]
     section = SECTIONS.get(kind)
-    # Name a server's flags (--pool-size) by their options here (env.pool_size).
+    # Replace a server's flags (--pool-size) by the options that set them (env.pool_size).
     if cause and section:
         cause = re.sub(
             r"--([a-z][a-z-]*)", lambda flag: f"{section}." + flag[1].replace("-", "_"), cause
@@ -355,13 +362,13 @@ def failure_message(exit_: WorkerExit) -> str:
 
 
 def _is_clean(exit_: WorkerExit) -> bool:
-    """Return whether a worker, which is not the master, exited with code 0."""
+    """Return whether a worker other than the master has exited with code 0."""
     return exit_.exit_code == 0 and exit_.name != MASTER
 
 
 def _may_follow_master(exit_: WorkerExit) -> bool:
-    """Return whether a worker may have ended because of the master: cleanly, or with a lost
-    connection to it."""
+    """Return whether a worker may have ended because of the master: it exited cleanly, or because
+    its connection to the master was lost."""
     cause = (
         find_failure_cause(exit_.log, exit_.log_from, exit_.last_words)
         if exit_.exit_code > 0 and exit_.name != MASTER
@@ -371,8 +378,8 @@ def _may_follow_master(exit_: WorkerExit) -> bool:
 
 
 def _root_cause_rank(exit_: WorkerExit) -> tuple[bool, bool, bool]:
-    """Return a sort key that puts the most likely root cause first: killed workers, then failed
-    workers, then the master, which reports failures of others, then clean exits."""
+    """Return a sort key that puts the most likely root cause first: killed workers, failed workers,
+    the master (which reports failures of other processes), then clean exits."""
     return _is_clean(exit_), exit_.exit_code >= 0, exit_.name == MASTER
 
 
@@ -381,10 +388,11 @@ def _log_path(spec: ExperimentSpec, name: str) -> Path:
 
 
 def make_keys(plan: RunPlan) -> Path | None:
-    """Create the keys of a run that listens on more than the loopback interface.
+    """Create keys for a run that listens on more than the loopback interface.
 
-    Return the file that its processes read them from, which exists only while this process lives;
-    None for any other run. Raises OSError."""
+    Return the file from which the run's processes read the keys; it exists only while this process
+    runs. Return None for a run that needs no keys. Raises OSError.
+    """
     bind = plan.network.bind
     return RunKeys.make().move_to_memory() if bind and not is_loopback_host(bind) else None
 
@@ -403,10 +411,12 @@ def _master_spec(plan: RunPlan, run_id: str, key_file: Path | None = None) -> Wo
 def worker_specs(
     plan: RunPlan, run_id: str, master: str, key_file: Path | None = None
 ) -> list[WorkerSpec]:
-    """Return all processes of a run except the master, in the order in which they are started.
+    """Return the specifications of all processes of a run except the master, in the order in which
+    they are started.
 
     Model workers come before generation workers, which can use the remaining GPUs. ``master`` is
-    the master's address; ``key_file`` holds the run's keys, if it has any."""
+    the master's address; ``key_file`` contains the run's keys and is None if it has none.
+    """
     spec = plan.spec
     join = ("--run-id", run_id, "--master", master, *_keys_option(key_file))
     niceness = spec.rollout.options.niceness if spec.rollout else 0
@@ -443,7 +453,8 @@ def worker_specs(
 
 
 def _rollout_side_spec(plan: RunPlan, name: str, join: tuple[str, ...]) -> WorkerSpec:
-    """Return a rollout worker or a generation worker of an asynchronous run."""
+    """Return the specification of a rollout worker or a generation worker of an asynchronous
+    run."""
     spec = plan.spec
     kind, _, number = name.partition("/")
     module = "workers.generation_worker" if kind == "generation" else "workers.rollout_worker"
@@ -455,8 +466,8 @@ def _rollout_side_spec(plan: RunPlan, name: str, join: tuple[str, ...]) -> Worke
 
 
 class ElasticWorkers:
-    """Additional workers of a running asynchronous run, on hosts that joined it with spare
-    capacity."""
+    """Additional workers for a running asynchronous run, on hosts with spare capacity that have
+    joined it."""
 
     def __init__(self, plan: RunPlan, run_id: str, key_file: Path | None) -> None:
         self._plan = plan
@@ -464,17 +475,17 @@ class ElasticWorkers:
         self._key_file = key_file
         names = plan.spec.rollout.workers if plan.spec.rollout else []
         self._next_number = Counter(name.partition("/")[0] for name in names)
-        """Number of the next worker of each kind."""
+        """Number that the next worker of each kind gets."""
         self.requests: list[WorkersWanted] = []
         """Requests for workers that have not been started yet."""
         self.master = ""
-        """Address of the master, "" until it listens."""
+        """Address of the master; "" until the master listens."""
 
     def start_requested(
         self, scheduler: Scheduler, supervisor: WorkerSupervisor, display: Display
     ) -> None:
-        """Start the requested workers. Requests for a host that has left since are dropped with a
-        warning."""
+        """Start the requested workers. A request for a host that has left in the meantime is
+        dropped with a warning."""
         if not self.master:
             return
         join = ("--run-id", self._run_id, "--master", self.master, *_keys_option(self._key_file))
@@ -497,9 +508,9 @@ class ElasticWorkers:
 
 
 RESTARTABLE = ("rollout_worker", "generation", "env")
-"""Kinds of workers that hold no state of the run and can be restarted."""
+"""Kinds of workers that have no state of the run and can therefore be restarted."""
 ONE_OF_SEVERAL = ("rollout_worker", "generation")
-"""Kinds whose other workers take over the work of a missing one."""
+"""Kinds of which the remaining workers take over the work of a missing one."""
 MAX_ERRORS = 3
 """Number of errors of a worker after which it is not restarted."""
 MAX_QUICK_DEATHS = 3
@@ -508,49 +519,51 @@ restarted."""
 QUICK_DEATH_S = 10.0
 """Lifetime in seconds below which a death counts as quick."""
 EXIT_AFTER_LEAVING_S = 30.0
-"""Time in seconds that the process of a worker gets to exit after it has left the master. A worker
-that stops a vLLM server takes up to 20 s, and reports its reason only then."""
+"""Seconds within which a worker's process must exit after the worker has left the master. A worker
+that stops a vLLM server takes up to 20 s, and reports its reason only afterwards."""
 MASTER = "master"
 """Name of the master process."""
 
 
 @dataclass(frozen=True)
 class KillOrder:
-    """A worker process to kill, and the reason."""
+    """Order to kill a worker process."""
 
     name: str
     """Name of the worker."""
     cause: str
-    """Reason, for the exit's message."""
+    """Reason, which appears in the message about the exit."""
     pid: int = 0
-    """Process id; 0 for the current process of this name."""
+    """Process id; 0 for the worker's current process."""
     started: int = 0
-    """Start time of the process in clock ticks, which tells it from a later one with the same pid;
-    0 if unknown."""
+    """Start time of the process in clock ticks, which distinguishes it from a later process with
+    the same pid; 0 if unknown."""
 
 
 class WorkerSupervisor:
-    """State of the worker processes of one run, and the restart policy.
+    """State of a run's worker processes, and the policy for restarting them.
 
-    With ``replaces``, as in asynchronous runs, a worker is restarted after up to ``MAX_ERRORS``
-    errors of its own, and after any number of kills unless it dies ``MAX_QUICK_DEATHS`` times in a
-    row within ``QUICK_DEATH_S`` seconds of its start. ``join_s`` is the time in seconds that a worker
-    gets to register with the master."""
+    If ``replaces``, as in asynchronous runs, workers are restarted. A worker is given up after
+    ``MAX_ERRORS`` errors of its own, or after ``MAX_QUICK_DEATHS`` successive deaths within
+    ``QUICK_DEATH_S`` seconds of its start; other kills are not counted. ``join_s`` is the time in
+    seconds within which a worker must register with the master.
+    """
 
     def __init__(self, *, replaces: bool = True, join_s: float = 240.0) -> None:
         self._replaces = replaces
         self._join_s = join_s
         self._specs: dict[str, tuple[WorkerSpec, float]] = {}
-        """Each worker with the time of its last start."""
+        """(specification, time of the last start) of each worker, by name."""
         self._errors: Counter[str] = Counter()
         self._quick_deaths: Counter[str] = Counter()
         self._running: set[str] = set()
         self._departed: set[str] = set()
-        """Workers that have left the master in an orderly way, whose exit is no error."""
+        """Workers that have left the master in an orderly way, so that their exit is not an
+        error."""
         self._join_deadlines: dict[str, float] = {}
-        """Deadlines of started workers that have not registered yet."""
+        """Registration deadlines of started workers that have not registered yet."""
         self._kill_orders: dict[str, tuple[float, KillOrder]] = {}
-        """Pending kills with the time at which they are due."""
+        """(time at which it is due, order) of each pending kill."""
         self.restarts: Counter[str] = Counter()
         """Number of restarts by kind of worker."""
 
@@ -562,13 +575,14 @@ class WorkerSupervisor:
         self._join_deadlines[spec.name] = process_clock.now() + self._join_s
 
     def on_deferred_start(self, name: str) -> None:
-        """Record that a deferred worker has started, and restart the time that it has to register."""
+        """Record that a worker whose start was deferred has started. Its time to register begins
+        now."""
         if name in self._running:
             self.on_start(self._specs[name][0])
 
     def on_message(self, message: Mapping[str, Any]) -> bool:
-        """Process a message of the master about a worker's life. Return False for any other
-        message."""
+        """Process a message from the master if it says that a worker has joined, left or been lost.
+        Return False for any other message."""
         if message["kind"] == "joined":
             self._join_deadlines.pop(message["name"], None)
         elif message["kind"] == "endpoint":
@@ -590,8 +604,8 @@ class WorkerSupervisor:
         return True
 
     def pop_kill_orders(self) -> list[KillOrder]:
-        """Return the workers to kill now, each once: those that did not register in time, and those
-        that the master has lost."""
+        """Return the kill orders that are due, each only once: for workers that did not register in
+        time, and for workers that the master has lost."""
         now = process_clock.now()
         late = [name for name, deadline in self._join_deadlines.items() if deadline <= now]
         due = [name for name, (due_at, _) in self._kill_orders.items() if due_at <= now]
@@ -603,16 +617,17 @@ class WorkerSupervisor:
         return orders + [self._kill_orders.pop(name)[1] for name in due]
 
     def on_exit(self, exit_: WorkerExit) -> None:
-        """Record that a worker has ended, for whatever reason."""
+        """Record that a worker has ended for any reason."""
         self._running.discard(exit_.name)
         self._join_deadlines.pop(exit_.name, None)
         self._kill_orders.pop(exit_.name, None)
 
     def successor(self, exit_: WorkerExit) -> WorkerSpec | None:
-        """Return the worker to start in place of one that ended, or None if it is not to be
-        restarted.
+        """Return the specification to start in place of a worker that has ended, or None if it must
+        not be restarted.
 
-        Without it the run continues only if the worker ``is_dispensable``."""
+        In the latter case the run continues only if the worker ``is_dispensable``.
+        """
         kind = exit_.name.partition("/")[0]
         self._running.discard(exit_.name)
         if not self._replaces or kind not in RESTARTABLE or exit_.name not in self._specs:

@@ -1,8 +1,9 @@
-"""Resumption of a run: the checkpoint in its folder, and the options that differ from those of the
-run so far.
+"""Resumption of a run: finding the checkpoint in its folder, and checking the options that have
+changed.
 
-``on_resume`` of each option (``realhf/api/option.py``) tells whether it may differ. A run's options
-are stored with each checkpoint, and before the first one in ``config.yaml``.
+Each option declares with ``on_resume`` (``realhf/api/option.py``) whether it may change. A run's
+options are stored with each checkpoint; before the first checkpoint they are read from
+``config.yaml``.
 """
 
 from __future__ import annotations
@@ -29,28 +30,28 @@ class OptionChange(NamedTuple):
     on_resume: OnResume
     """Effect of the change."""
     before: Any
-    """Value in the run so far, as JSON."""
+    """Value in the run so far, as a JSON value."""
     now: Any
-    """Value in this launch, as JSON."""
+    """Value in this launch, as a JSON value."""
 
     def __str__(self) -> str:
         return describe_change(self.name, self.before, self.now)
 
 
 class Resumption(NamedTuple):
-    """The state that a run resumes from."""
+    """State from which a run resumes."""
 
     completed_steps: int
-    """Steps of the newest checkpoint that seems complete. The master, which reads all of it, may
-    fall back to an earlier one."""
+    """Number of completed steps in the newest checkpoint that looks complete. The master reads the
+    whole checkpoint and may have to use an earlier one."""
     changed: tuple[OptionChange, ...]
-    """Changed options that deserve a warning."""
+    """Changed options about which the user is warned."""
     options_known: bool
-    """Whether the options of the run so far are known."""
+    """Whether the options that the run has used so far are known."""
 
     @property
     def values(self) -> dict[str, list[Any]]:
-        """The changed options, with the values before and now."""
+        """Changed options as {name: [value before, value now]}."""
         return {change.name: [change.before, change.now] for change in self.changed}
 
     def warnings(self) -> Iterator[str]:
@@ -63,11 +64,12 @@ class Resumption(NamedTuple):
 
 
 def check_resume(config: ExperimentConfig, effective: Sequence[str] = ()) -> Resumption | None:
-    """Return the state in the run folder to resume from, None if there is none.
+    """Return the state in the run folder from which to resume; None if there is none.
 
-    Only changes of the ``effective`` options are considered (() means all), since others make no
-    difference and could not be set back. Raises ConfigError for changes that would make it another
-    experiment, and for changes without effect because the run is complete."""
+    Only changes of the ``effective`` options are considered (() means all options), because other
+    options have no effect and could not be set back. Raises ConfigError for changes that would make
+    it another experiment, and for changes to a run that is already complete.
+    """
     folder = run_folder(config)
     if config.recover_mode is RecoverMode.disabled:
         return None
@@ -107,13 +109,14 @@ def plain_options(config: ExperimentConfig) -> dict[str, Any]:
 
 
 def find_changes(config: ExperimentConfig, before: Mapping[str, Any]) -> list[OptionChange]:
-    """Return the options whose values differ from those in ``before``, which has JSON values by
-    dotted name.
+    """Return the options whose values differ from those in ``before``, which maps dotted names to
+    JSON values.
 
-    An option missing in ``before``, as after an update of the library, is taken to have had its
-    default. If the experiment, environment or scheduler itself has changed, its options that are
-    missing in ``before`` are not compared. Changes of the experiment, environment and model come
-    first."""
+    An option that is missing in ``before``, for example because the library was updated, is assumed
+    to have had its default value. If the experiment, environment or scheduler itself has changed,
+    those of its options that are missing in ``before`` are not compared. Changes of the experiment,
+    environment and model come first in the result.
+    """
     defaults = plain_options(type(config)())
     # Before this option existed, experiments named *_async were the asynchronous ones.
     defaults["async_rl.enabled"] = str(before.get("experiment", "")).endswith("_async")
@@ -145,7 +148,7 @@ def find_changes(config: ExperimentConfig, before: Mapping[str, Any]) -> list[Op
 
 
 def resume_command(arguments: Sequence[str], trial_name: str) -> str:
-    """Return the command that resumes a run whose trial name was generated."""
+    """Return the command that resumes a run with a generated trial name."""
     kept_arguments = [
         text for text in arguments if not text.startswith(("recover_mode=", "trial_name="))
     ]
@@ -153,12 +156,12 @@ def resume_command(arguments: Sequence[str], trial_name: str) -> str:
 
 
 _MISSING = object()
-"""Stands for an option that a configuration file does not set; None is a value."""
+"""Sentinel for an option that a configuration file does not set, because None is a possible
+value."""
 
 
 def _read_options(run_dir: Path, config: ExperimentConfig) -> dict[str, Any]:
-    """Return the options in the ``config.yaml`` of a run that ``config`` has too, by dotted
-    name."""
+    """Return those options in a run's ``config.yaml`` that ``config`` also has, by dotted name."""
     content = read_config(run_dir)
     options = {}
     for name in plain_options(config):

@@ -1,5 +1,5 @@
-"""Execution of an experiment: earlier experiments, jobs, then workers; and the table of files in a
-run folder."""
+"""Execution of an experiment (the experiments and jobs that must run first, then the workers), and
+the table of files in a run folder."""
 
 from __future__ import annotations
 
@@ -47,10 +47,12 @@ def run_to_the_end(
     resumption: Resumption | None = None,
     terminal: Terminal | None = None,
 ) -> int:
-    """Run an experiment and return the exit code. No process of the run is left in any case.
+    """Run an experiment and return the exit code. All processes of the run have ended afterwards,
+    even after an error.
 
-    ``resumption`` is the state that the run resumes from. The loss of ``terminal`` is recorded in
-    the logs."""
+    ``resumption`` is the state from which the run resumes. The loss of ``terminal`` is recorded in
+    the launcher's log.
+    """
     launch = _describe_launch(built, arguments, started_at, resumption)
     config = built.config
     has_trial_name = any(text.startswith("trial_name=") for text in arguments)
@@ -70,7 +72,7 @@ def run_to_the_end(
             check_kinds(built.spec.run_dir)
             if terminal is not None:
                 terminal.on_loss(lambda reason: _record_terminal_loss(built.spec.run_dir, reason))
-            # A resumed run's master records the launch once it knows the checkpoint.
+            # In a resumed run the master records the launch once it knows the checkpoint.
             if resumption is None:
                 record_launch(built.spec.run_dir, launch, 0)
             environment = getattr(getattr(config, "env", None), "path", "")
@@ -95,8 +97,8 @@ def run_to_the_end(
 
 
 def copy_passport(reference: str, run_dir: Path) -> None:
-    """Copy the passport of an environment ("" for none) to a run folder. If the environment has
-    none, a passport in the run folder is deleted. Raises OSError."""
+    """Copy the passport of the environment ``reference`` ("" for no environment) to a run folder.
+    If there is no passport to copy, an old copy in the run folder is deleted. Raises OSError."""
     copy = run_dir / PASSPORT_FILE
     try:
         write_atomic(copy, passport_file(reference).read_text(encoding="utf-8", errors="replace"))
@@ -192,7 +194,8 @@ def _scheduler(built: BuiltExperiment) -> Scheduler:
 
 @contextlib.contextmanager
 def _lock_folder(folder: Path) -> Iterator[None]:
-    """One launcher per run folder. Raises ConfigError when there is one already."""
+    """Context manager that locks a run folder for this launcher. Raises ConfigError if another
+    launcher uses the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("a")
@@ -241,8 +244,8 @@ def _print_results(summary: dict[str, Any], run_dir: Path) -> None:
 
 
 WriteMode = Literal["whole", "appended", "folder"]
-"""How a file is written: replaced atomically, appended to, or as a folder that its writer
-manages."""
+"""How a file is written: replaced atomically (``whole``), appended to (``appended``), or as a
+folder that its writer manages (``folder``)."""
 
 
 class RunFile(NamedTuple):
@@ -256,9 +259,9 @@ class RunFile(NamedTuple):
     """How it is written."""
     survives_reset: bool = False
     """Whether it is kept when the run starts over (``recover_mode=disabled``). Everything that a
-    run has learned or recorded is deleted, so that two histories are not read as one."""
+    run has learned or recorded is deleted, so that the records of two runs are not mixed."""
     read: bool = False
-    """Whether a resumed run reads it, so that it must be readable."""
+    """Whether a resumed run reads the file, so that it must be readable."""
 
 
 RUN_FILES = (
@@ -300,12 +303,12 @@ RUN_FILES = (
     RunFile("weights.jsonl", "master", "appended", read=True),
     RunFile("trajectory", "trajectory server", "folder"),
 )
-"""All files that a run writes. Other files in a run folder are never touched."""
+"""All files and folders that a run writes. Other files in a run folder are never changed."""
 
 
 def find_removable_files(run_dir: Path) -> Iterator[Path]:
-    """Yield the existing files to delete when a run starts over, including incomplete files of
-    killed processes and damaged ones that were set aside."""
+    """Yield the existing files to delete when a run starts over. They include incomplete files that
+    killed processes have left, and damaged files that were renamed."""
     for file in RUN_FILES:
         if not file.survives_reset:
             leftovers = (f".{file.name}.*.tmp", f".{file.name}.*.old")
@@ -319,9 +322,9 @@ def find_removable_files(run_dir: Path) -> Iterator[Path]:
 
 
 def check_kinds(run_dir: Path) -> None:
-    """Raise ConfigError for the first entry of ``RUN_FILES`` that is a folder instead of a file or
-    vice versa, a broken link, or not readable although a resumed run reads it. Otherwise the run
-    would fail later, with some files changed already."""
+    """Raise ConfigError for the first entry of ``RUN_FILES`` that is a folder instead of a file (or
+    vice versa), is a broken link, or cannot be read although a resumed run reads it. Otherwise the
+    run would fail later, after it has changed some files."""
     for file in RUN_FILES:
         for path in sorted(path for path in run_dir.iterdir() if path.match(file.name)):
             if fault := _find_fault(file, path):
@@ -332,7 +335,7 @@ def check_kinds(run_dir: Path) -> None:
 
 
 def _find_fault(file: RunFile, path: Path) -> str:
-    """Return what is wrong with an existing path for ``file``, or ""."""
+    """Return the problem of an existing path that belongs to ``file``; "" if there is none."""
     expected = "folder" if file.written == "folder" else "file"
     if not path.exists():
         return f"should be a {expected} and is a link to {path.readlink()}, which does not exist"

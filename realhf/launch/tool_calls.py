@@ -1,6 +1,7 @@
-"""Check before the launch that the policy's tool calls will be parsed.
+"""Check before the launch that the policy's tool calls can be parsed.
 
-The check loads the tokenizer, so it runs in its own process and the launcher stays without torch.
+The check loads the tokenizer, so it runs in its own process. In this way the launcher need not
+import torch.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from realhf.launch.build import BuiltExperiment
 from realhf.launch.checks import is_builtin
 
 _CHECK = "realhf.rollout.tool_call_check"
-"""Module of the check."""
+"""Module that is run as the check."""
 _TIMEOUT_S = 300.0
 """Timeout of the check in seconds."""
 _SCRIPTS_PER_TASK = 3
-"""Demonstrations per task to check, enough to cover every kind."""
+"""Number of demonstrations to check per task, which is enough for every kind to occur."""
 
 
 def check_tool_calls(built: BuiltExperiment) -> None:
-    """Raise ConfigError if the environment has tools and the chat template of ``actor.path`` does
-    not show them, or writes calls that the parser does not read.
+    """Raise ConfigError if the environment has tools, but the chat template of ``actor.path`` does
+    not show them or writes calls that the parser cannot read.
 
     The built-in policy, hub ids, and environments whose tools are only known during episodes are
-    not checked; their problems appear in the training data or the first episodes."""
+    not checked. Their problems become visible in the training data or in the first episodes.
+    """
     config = built.config
     chosen: Any = getattr(config, "env", None)
     path = config.actor.path

@@ -27,8 +27,8 @@ from realhf.transport.network import parse_host
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until the launcher's run has ended. Return the exit code: 0, 1 after an error, or 130
-    after Ctrl-C."""
+    """Run the host agent until the launcher's run has ended. Return the exit code: 0, 1 after an
+    error, or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m realhf.worker",
         description=__doc__,
@@ -92,12 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     try:
         return run_guarded(lambda: _serve(name, key, args))
-    except KeyboardInterrupt:  # the agent has ended its workers and signed off
+    except KeyboardInterrupt:  # the agent has already ended its workers
         return 128 + signal.SIGINT
 
 
 def _read_key(args: argparse.Namespace) -> tuple[str, HostKey]:
-    """Return the name and key of this host. Raises NetworkError, or ValueError for a file that is
+    """Return the name and key of this host. Raises NetworkError, or ValueError if the key file is
     not text."""
     keys = HostKeys.read(args.key_file.expanduser())
     name = args.name or (next(iter(keys.hosts)) if len(keys.hosts) == 1 else host_name())
