@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 def to_json_value(value: Any) -> Any:
-    """Convert a dataclass, or a value that a field may hold, to JSON values: maps, lists and
-    scalars.
+    """Convert a dataclass, or any value that its fields may have, to JSON values: mappings, lists
+    and scalars.
 
     Raises TypeError for a value of any other type.
     """
@@ -37,8 +37,7 @@ def to_json_value(value: Any) -> Any:
 
 
 def from_json_value(kind: type[T], value: Any) -> T:
-    """Rebuild a value of type ``kind`` from the output of ``to_json_value``, following the type
-    hints.
+    """Rebuild a value of type ``kind`` from the output of ``to_json_value``, using type hints.
 
     Raises TypeError for an unknown or missing field of a dataclass.
     """

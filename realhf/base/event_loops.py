@@ -1,7 +1,7 @@
-"""Event loops whose timers use the clock of this process (``process_clock``).
+"""Event loops whose timers use this process's clock (``process_clock``).
 
-This covers the timers of ``asyncio.timeout``, of HTTP and WebSocket clients and of servers. Their
-timeouts are extended by the time for which this process was suspended.
+Timeouts of ``asyncio.timeout``, of HTTP and WebSocket clients and of servers are thus extended by
+the time for which this process was suspended.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ _RESOLUTION_S = 0.001
 
 
 def wait_for_future(future: concurrent.futures.Future[T], seconds: float) -> T:
-    """Return ``future.result()``. Raises TimeoutError if it takes longer than ``seconds``."""
+    """Wait for a future and return its result. Raises TimeoutError if that takes longer than
+    ``seconds``."""
     process_clock.wait(lambda left: concurrent.futures.wait((future,), left).done, seconds)
     return future.result(0)
 
 
 class ClockedLoop(asyncio.SelectorEventLoop):
-    """An asyncio event loop that uses the clock of this process."""
+    """An asyncio event loop that uses this process's clock."""
 
     def time(self) -> float:
         """Return the current time of the loop's timers, in seconds."""
@@ -38,8 +39,8 @@ class ClockedLoop(asyncio.SelectorEventLoop):
 
 
 class _Timer:
-    """A uvloop timer that checks the clock of this process before it fires, and restarts if it is
-    too early.
+    """A uvloop timer that checks this process's clock before it fires, and waits again if it is too
+    early.
 
     Has the interface of ``asyncio.TimerHandle``.
     """
@@ -87,12 +88,11 @@ class _Timer:
 
 @functools.cache
 def _uvloop() -> type[asyncio.AbstractEventLoop]:
-    """Return the uvloop class that uses the clock of this process. Imports uvloop on the first
-    call."""
+    """Return a uvloop class that uses this process's clock. The first call imports uvloop."""
     import uvloop
 
     class Loop(uvloop.Loop):
-        """A uvloop event loop that uses the clock of this process."""
+        """A uvloop event loop that uses this process's clock."""
 
         def time(self) -> float:
             """Return the current time of the loop's timers, in seconds."""
@@ -124,7 +124,7 @@ def _uvloop() -> type[asyncio.AbstractEventLoop]:
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Create the event loop of the servers, which uses the clock of this process.
+    """Create an event loop for a server, which uses this process's clock.
 
     It is a uvloop, or an asyncio loop on Windows, which uvloop does not support.
     """
@@ -132,6 +132,6 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine like ``asyncio.run``, on a loop that uses the clock of this process."""
+    """Run a coroutine like ``asyncio.run``, but on a loop that uses this process's clock."""
     with asyncio.Runner(loop_factory=ClockedLoop) as runner:
         return runner.run(coroutine)

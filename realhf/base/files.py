@@ -30,9 +30,9 @@ _PROBE_BYTES = 1 << 20
 
 
 def describe_disk_error(error: BaseException) -> str:
-    """Return the disk error behind ``error``, or "" if the disk is not the cause.
+    """Describe the disk error that caused ``error``; "" if the disk is not the cause.
 
-    Also recognises errors of other processes by their text.
+    Errors of other processes are recognised by their text.
     """
     number = getattr(error, "errno", None)
     text = str(error)
@@ -48,10 +48,11 @@ def describe_disk_error(error: BaseException) -> str:
 
 @contextmanager
 def convert_disk_errors(folder: Path) -> Iterator[None]:
-    """Raise an OSError that names ``folder`` if code in the block fails because of the disk.
+    """Context manager that raises an OSError which names ``folder`` if its block fails because of
+    the disk.
 
-    Libraries report disk errors in different ways (torch reports an unexpected position), so any
-    exception counts as a disk error if a test write to the folder fails.
+    Libraries report disk errors in different ways (torch reports an unexpected position). So any
+    exception counts as a disk error if a test write to the folder also fails.
     """
     try:
         yield
@@ -70,7 +71,8 @@ def convert_disk_errors(folder: Path) -> Iterator[None]:
 
 
 def _probe_disk(folder: Path) -> int | None:
-    """Return the error number with which the disk refuses a test write; None if it accepts it."""
+    """Write a test file to a folder; return the error number if the disk refuses the data, else
+    None."""
     probe = folder / f".probe.{os.getpid()}"
     try:
         with probe.open("wb") as file:
@@ -87,12 +89,14 @@ def _probe_disk(folder: Path) -> int | None:
 
 @contextmanager
 def atomic_file(out: Path, *, synced: bool = False) -> Iterator[Path]:
-    """Yield a path next to ``out`` to write to, which replaces ``out`` at the end of the block.
+    """Context manager that yields a path next to ``out`` for writing a file, which replaces ``out``
+    at the end of the block.
 
-    If the block fails, the partial file is removed and ``out`` stays unchanged, for example when
-    the disk is full. A partial file left by a killed process is overwritten by the next write.
+    If the block fails, for example because the disk is full, the partial file is removed and
+    ``out`` stays unchanged. A partial file that a killed process has left is overwritten by the
+    next write.
 
-    synced: flush the file and its name to the disk before returning. Raises OSError.
+    synced: whether to flush the file and its folder entry to disk. Raises OSError.
     """
     if out.is_dir():
         raise IsADirectoryError(errno.EISDIR, "expected a file, found a folder", str(out))
@@ -112,21 +116,21 @@ def atomic_file(out: Path, *, synced: bool = False) -> Iterator[Path]:
 
 
 def write_atomic(out: Path, text: str, *, synced: bool = False) -> None:
-    """Write a text to a file atomically. Raises OSError."""
+    """Write a string to a file atomically. Raises OSError."""
     with atomic_file(out, synced=synced) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 class RunFolderError(RuntimeError):
-    """A file of a run folder cannot be read or written; the message names the file, the cause and a
-    remedy."""
+    """Raised when a file of a run folder cannot be read or written. The message names the file, the
+    cause and a remedy."""
 
 
 @contextmanager
 def convert_run_folder_errors(folder: Path) -> Iterator[None]:
-    """Convert OSErrors about files in ``folder`` to RunFolderError.
+    """Context manager that converts OSErrors about files in ``folder`` to RunFolderError.
 
-    Errors of a full disk pass through unchanged; they are reported elsewhere.
+    Disk errors (such as a full disk) are not converted, because they are reported elsewhere.
     """
     try:
         yield
@@ -141,16 +145,16 @@ def convert_run_folder_errors(folder: Path) -> Iterator[None]:
 
 
 def dangling_link_error(path: Path) -> OSError:
-    """Return the error for a symbolic link whose target does not exist, typically on a disk that is
-    not mounted."""
+    """Return the error to raise for a symbolic link whose target does not exist, typically because
+    a disk is not mounted."""
     return OSError(
         errno.ENOENT, f"it is a link to {os.readlink(path)}, which does not exist", str(path)
     )
 
 
 def unused_name(path: Path, ending: str) -> Path:
-    """Return an unused path for keeping an unreadable file: ``path`` with the suffix ``ending``,
-    and a number if that name is taken."""
+    """Return an unused path under which to keep an unreadable file: ``path`` with the suffix
+    ``ending``, followed by a number if that path exists."""
     candidate = path.with_name(f"{path.name}{ending}")
     number = 1
     while os.path.lexists(candidate):
@@ -160,10 +164,9 @@ def unused_name(path: Path, ending: str) -> Path:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename an unreadable file, so that the next write does not replace it, and return its new
-    path.
+    """Rename an unreadable file, so that the next write does not replace it; return its new path.
 
-    Returns None if the file is absent or empty. Raises OSError.
+    If the file is absent or empty, return None. Raises OSError.
     """
     if path.is_symlink() and not path.exists():
         raise dangling_link_error(path)
@@ -176,13 +179,13 @@ def set_aside(path: Path) -> Path | None:
 
 @contextmanager
 def atomic_folder(out: Path) -> Iterator[Path]:
-    """Yield an empty folder next to ``out`` to write to, which replaces ``out`` at the end of the
-    block.
+    """Context manager that yields an empty folder next to ``out`` for writing files. The folder
+    replaces ``out`` at the end of the block.
 
     If the block fails, the new folder is removed. If the process is killed, ``out`` is either the
-    old or the new folder where the file system can exchange two names atomically; elsewhere the old
-    folder may be missing until the next writer restores it. Leftovers of killed writers are
-    removed. Raises OSError.
+    old or the new folder, provided that the file system can exchange two names atomically;
+    otherwise ``out`` may be missing until the next writer restores it. Leftovers of killed writers
+    are removed. Raises OSError.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     recover_folder(out)
@@ -191,7 +194,7 @@ def atomic_folder(out: Path) -> Iterator[Path]:
     partial.mkdir()
     lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # marks the folder as being written
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # shows that the folder is being written
         with convert_disk_errors(partial):
             yield partial
         if not os.path.lexists(out):
@@ -210,10 +213,10 @@ def atomic_folder(out: Path) -> Iterator[Path]:
 
 
 def recover_folder(out: Path) -> None:
-    """Restore ``out`` if a killed ``atomic_folder`` had moved it away, and remove the leftovers next
-    to it.
+    """Restore ``out`` if a process was killed in ``atomic_folder`` after it had moved ``out`` away,
+    and remove leftovers next to it.
 
-    Folders that another process is still writing are left alone. Raises OSError.
+    Folders that another process is still writing are not changed. Raises OSError.
     """
     pattern = re.compile(rf"\.{re.escape(out.name)}\.(\d+)\.(tmp|old)")
     leftovers = [
@@ -232,12 +235,12 @@ def recover_folder(out: Path) -> None:
 
 
 _MIN_ABANDONED_AGE_S = 60.0
-"""Age in seconds below which an unlocked folder is kept if its process id exists: that process may
-not have locked it yet."""
+"""Age in seconds below which an unlocked folder is kept if its writer's process id exists, because
+that process may not have locked the folder yet."""
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Return whether the process that wrote a folder of ``atomic_folder`` has ended."""
+    """Return whether the process that was writing this folder in ``atomic_folder`` has ended."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -276,7 +279,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
     Raises OSError for other failures.
     """
-    import ctypes  # most processes that import this module never need it
+    import ctypes  # imported here because most processes never need it
 
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if (
@@ -291,7 +294,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk. Raises OSError."""
+    """Flush a file, or the entries of a folder, to disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -302,8 +305,8 @@ def sync(path: Path) -> None:
 def open_plain(path: Path) -> BinaryIO:
     """Open a regular file for reading.
 
-    Raises OSError if it does not exist, and immediately for a pipe or a device, where reading could
-    block or never end.
+    Raises OSError if the file does not exist. Also raises it, without blocking, for a pipe or a
+    device, from which reading could block or never end.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -313,21 +316,21 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 CHUNK_BYTES = 8 * 2**20
-"""Bytes read at once, and the maximum length of a line."""
+"""Number of bytes that are read at once, and maximum length of a line in bytes."""
 _HEAD_BYTES = 512
-"""Bytes at the start of a file that identify it, because a new file may reuse the inode number of a
-deleted one."""
+"""Number of bytes at the start of a file that are used to identify it, because a new file may reuse
+the inode number of a deleted one."""
 
 
 class LineTail:
     """Reader of the complete lines that were appended to a file since the last read.
 
-    ``epoch`` counts how often the file was replaced or truncated, which invalidates the lines read
-    before. Lines of a file that was deleted stay valid. ``torn`` is the number of bytes after the
-    last complete line.
+    ``epoch`` counts how often the file was replaced or truncated. When it increases, lines that
+    were read before are no longer valid. Lines of a deleted file stay valid. ``torn`` is the number
+    of bytes after the last complete line.
 
-    tail_bytes: start at most this many bytes before the end of the file; the first line, which
-    identifies the file, is always read.
+    tail_bytes: if given, start reading at most this many bytes before the end of the file. The
+    first line, which identifies the file, is read in any case.
     """
 
     def __init__(self, path: Path, *, tail_bytes: int | None = None) -> None:
@@ -339,8 +342,8 @@ class LineTail:
         self._offset = 0
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the new complete lines without line ends; ``epoch`` is updated before the first of
-        them.
+        """Yield the new complete lines without line ends. ``epoch`` is updated before the first one
+        is yielded.
 
         An incomplete last line is yielded once it is complete. An absent file, or one that is not a
         regular file, has no lines. Raises OSError if the file cannot be read.
@@ -382,18 +385,18 @@ class LineTail:
             end = chunk.rfind(b"\n") + 1
             if end == 0 and len(chunk) < CHUNK_BYTES:
                 break
-            self._offset += end or len(chunk)  # our lines are shorter: skip the line in chunks
+            self._offset += end or len(chunk)  # valid lines are shorter: skip this one in chunks
             yield from filter(None, chunk[:end].split(b"\n"))
         self.torn = max(0, size - self._offset)
 
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
-"""A dotted name."""
+"""Pattern of a dotted name."""
 
 
 def digest_folders(root: Path, folders: Iterable[str]) -> str:
-    """Return a SHA-256 digest of the names and contents of all files in these folders of ``root``,
-    except compiled and hidden files."""
+    """Return a SHA-256 digest of the names and contents of all files in the given folders of
+    ``root``, except compiled and hidden files."""
     digest = hashlib.sha256()
     for folder in sorted(folders):
         for path in sorted((root / folder).rglob("*")):
@@ -406,9 +409,9 @@ def digest_folders(root: Path, folders: Iterable[str]) -> str:
 
 def find_imported_files(package: Path, roots: Iterable[str]) -> list[Path]:
     """Return the files of ``package`` that contain the modules ``roots`` (such as
-    ``realhf.api.sample``) and all modules that these import, directly or indirectly.
+    ``realhf.api.sample``) and all modules that these import directly or indirectly.
 
-    Modules named in a string count as imported, because code may start them by ``python -m``.
+    Modules named in a string count as imported, because code may start them with ``python -m``.
     Raises FileNotFoundError for a root that does not exist.
     """
     file_of: dict[str, str] = {}
@@ -464,8 +467,8 @@ def _find_module_file(package: Path, module: str) -> str:
     """Return the path of a module of the package, or of the non-empty ``__init__.py`` of a
     subpackage; "" for other names.
 
-    Works on strings because thousands of names are looked up, and creating a ``Path`` costs more
-    than the file system call.
+    The path is built as a string, because thousands of names are looked up and creating a ``Path``
+    costs more than the file system call.
     """
     first, _, rest = module.partition(".")
     if first != package.name or not rest:
@@ -478,8 +481,8 @@ def _find_module_file(package: Path, module: str) -> str:
 
 
 def content_key(options: Any, files: Iterable[Path] = ()) -> str:
-    """Return the first 16 hex digits of a SHA-256 over ``options`` (dataclasses, maps, scalars) and
-    the names and contents of ``files``.
+    """Return the first 16 hex digits of a SHA-256 digest of ``options`` (dataclasses, mappings,
+    scalars) and of the names and contents of ``files``.
 
     Raises FileNotFoundError for a missing file.
     """

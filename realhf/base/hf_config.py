@@ -1,8 +1,8 @@
-"""Properties of a model that follow from its files, read without torch: context length, whether it
-can be trained here, and memory use.
+"""Properties of a model that are determined from its files without torch: context length, whether
+this library can train it, and memory use.
 
-Trainable models are causal decoders whose only state is keys and values for each token: full or
-sliding-window attention, with or without grouped queries, with or without a mixture of experts.
+Trainable models are causal decoders whose only state is the keys and values of each token. They may
+have full or sliding-window attention, grouped queries, and a mixture of experts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_HEADER_BYTES = 100_000_000
-"""Maximum size in bytes of a file's header in the safetensors format."""
+"""Maximum size in bytes of the header of a safetensors file."""
 VALUE_HEAD_FILE = "value_head.safetensors"
 """File next to the decoder's weights in an exported critic or reward model."""
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -25,32 +25,32 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers of a model that determine its memory use."""
+    """Sizes of a model that determine its memory use."""
 
     parameters: int
-    """Number of all parameters."""
+    """Total number of parameters."""
     matrices: tuple[tuple[int, int], ...]
-    """Shapes of the linear layers in blocks, to which LoRA adapters are added."""
+    """Shapes of the linear layers in the blocks, to which LoRA adapters can be added."""
     layers: int
     """Number of blocks."""
     hidden: int
     """Width of the hidden state."""
     inner: int
-    """Width of a feed-forward network."""
+    """Width of the feed-forward network in a block."""
     key_values: int
-    """Numbers that the KV cache keeps for one token, in all layers."""
+    """Number of elements that the KV cache stores for each token, in all layers together."""
 
     def adapters(self, rank: int) -> int:
-        """Return the number of parameters of LoRA adapters of this rank for all linear layers."""
+        """Return the number of parameters of LoRA adapters with this rank for all linear layers."""
         return sum(rank * (rows + columns) for rows, columns in self.matrices)
 
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes that a trainer keeps on its device between steps."""
+    """Memory in bytes that a trainer needs on its device between steps."""
 
     weights: int
-    """Weights, with the fp32 master copies of lower-precision ones."""
+    """Weights, including fp32 master copies if they have a lower precision."""
     gradients: int
     """Accumulated gradients in fp32."""
     moments: int
@@ -58,18 +58,18 @@ class TrainerMemory:
 
     @property
     def first_update(self) -> int:
-        """Bytes that are allocated only at the first update."""
+        """Bytes that are first allocated at the first update."""
         return self.gradients + self.moments
 
 
 def trainer_memory(
     size: ModelSize, dtype: str, *, lora_rank: int = 0, offload: bool = False, parts: int = 1
 ) -> TrainerMemory:
-    """Return the memory of a worker that trains the model in ``dtype``, sharded over ``parts``
+    """Return the memory of one worker that trains the model in ``dtype``, sharded over ``parts``
     workers.
 
-    Gradients accumulate in fp32, and AdamW keeps two fp32 moments per trained parameter, on the
-    device unless ``offload``.
+    Gradients accumulate in fp32. AdamW keeps two fp32 moments per trained parameter, which are on
+    the device unless ``offload``.
     """
     trained = size.adapters(lora_rank) if lora_rank else size.parameters
     masters = 4 * trained if dtype != "float32" else 0
@@ -80,7 +80,7 @@ def trainer_memory(
 
 
 def weight_bytes(size: ModelSize, dtype: str) -> int:
-    """Return the bytes of the weights alone, as in generation or a frozen model."""
+    """Return the bytes of the weights alone, as needed for generation or a frozen model."""
     return _BYTES[dtype] * size.parameters
 
 
@@ -88,9 +88,9 @@ def activation_bytes(size: ModelSize, dtype: str, tokens: int, *, checkpointing:
     """Estimate the bytes that a forward pass over ``tokens`` tokens keeps for its backward pass.
 
     In Llama and Qwen3 a block keeps 10 to 12 vectors of the hidden width and 4 of the feed-forward
-    width; 16 instead of 12 leave room for those in fp32. With ``checkpointing`` one vector per
-    block is kept, and all vectors of a single block. Assumes fused attention and chunked logits, as
-    used here.
+    width for each token. The estimate uses 16 instead of 12, because some vectors are fp32. With
+    ``checkpointing`` one vector per block is kept, plus all vectors of a single block. The estimate
+    assumes fused attention and chunked logits, which this library uses.
     """
     block = 16 * size.hidden + 4 * size.inner
     per_token = size.layers * size.hidden + block if checkpointing else size.layers * block
@@ -98,8 +98,8 @@ def activation_bytes(size: ModelSize, dtype: str, tokens: int, *, checkpointing:
 
 
 def model_size(path: str) -> ModelSize | None:
-    """Return the size of the model in a folder, or of a hub id in the local hub cache; None if it
-    cannot be determined."""
+    """Return the size of a model, given by its folder or by a hub id that is in the local hub
+    cache; None if it cannot be determined."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         with suppress(ImportError, ValueError, OSError):
@@ -146,8 +146,8 @@ def estimate_size(config: Mapping[str, Any]) -> ModelSize:
 
 
 def _block_shapes(layer: Mapping[str, Any], hidden: int) -> tuple[list[tuple[int, int]], int, int]:
-    """Return the shapes of a layer's matrices, the width of its feed-forward network, and the
-    KV-cache numbers per token."""
+    """Return (shapes of a layer's matrices, width of its feed-forward network, number of elements
+    per token in its KV cache)."""
     heads = int(layer.get("num_attention_heads") or layer["n_head"])
     kv_heads = int(layer.get("num_key_value_heads") or heads)
     head = int(layer.get("head_dim") or hidden // heads)
@@ -160,21 +160,21 @@ def _block_shapes(layer: Mapping[str, Any], hidden: int) -> tuple[list[tuple[int
 
 
 _FULL = "full_attention"
-"""Type of layers that attend to all tokens."""
+"""Layer type that attends to all tokens."""
 _SLIDING = "sliding_attention"
-"""Type of layers with a sliding window."""
+"""Layer type with a sliding window."""
 _FULL_LAYER_OPTIONS = {
     "head_dim": "global_head_dim",
     "num_key_value_heads": "num_global_key_value_heads",
 }
-"""Options of full-attention layers, and their names in the published files of Gemma 4; the second
-applies unless ``attention_k_eq_v`` is false."""
+"""Options of full-attention layers: {usual name: name in the published files of Gemma 4}.
+``num_global_key_value_heads`` applies unless ``attention_k_eq_v`` is false."""
 
 
 def layer_options(text: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the options of each layer of the decoder that ``text`` describes.
+    """Return the options of each layer of the decoder whose configuration is ``text``.
 
-    Some models override options for single layers in ``per_layer_config``. Raises KeyError or
+    Some models override options of individual layers in ``per_layer_config``. Raises KeyError or
     TypeError if the number of layers is missing.
     """
     number = int(text.get("num_hidden_layers") or text["n_layer"])
@@ -215,39 +215,39 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def block_matrices(shapes: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, int], ...]:
-    """Return the shapes of the linear layers in blocks."""
+    """Return the shapes of all linear layers in blocks."""
     return tuple(
         (shape[0], shape[1]) for name, shape in shapes.items() if is_block_matrix(name, shape)
     )
 
 
 def is_block_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor is the weight of a linear layer in a block.
+    """Return whether a tensor with this name and shape is the weight of a linear layer in a block.
 
-    The names of blocks contain a number, unlike those of embeddings and the head.
+    Names of blocks contain a number, unlike the names of embeddings and the head.
     """
     layer, _, kind = name.rpartition(".")
     return kind == "weight" and len(shape) == 2 and any(part.isdigit() for part in layer.split("."))
 
 
 UNLIMITED = 1 << 30
-"""Context length reported for architectures without position embeddings, which only memory
-limits."""
+"""Context length that is returned for architectures without position embeddings, whose context only
+memory limits."""
 _EXTENDED = frozenset({"linear", "yarn"})
 """Kinds of rotary embedding whose ``factor`` multiplies ``max_position_embeddings``, unless the
-configuration gives the length before scaling. The length of llama3 already includes the
-extension."""
+configuration gives the length before scaling. ``llama3`` is not one of them: its length already
+includes the extension."""
 _LENGTH_DEPENDENT = frozenset({"dynamic", "longrope", "su"})
-"""Kinds of rotary embedding that rotate all tokens differently once a text exceeds the length
-before scaling. Beyond that length the keys cached by generation differ from those of the trainer,
-which processes the whole text at once, so the context ends there."""
+"""Kinds of rotary embedding that rotate all tokens differently once the sequence exceeds the length
+before scaling. Beyond that length, keys in the generation cache would differ from those in the
+trainer, which processes the whole sequence at once. So the context is limited to that length."""
 
 
 def context_limit(config: Mapping[str, Any]) -> int:
     """Return the longest sequence that a model with this ``config.json`` accepts, in tokens.
 
-    A sliding window does not limit it: layers that see only the last tokens still receive
-    information on older ones from earlier layers.
+    A sliding window does not limit the context: layers that see only the last tokens receive
+    information about older tokens from earlier layers.
 
     Source of the rules: vLLM, ``_get_and_verify_max_len``.
     """
@@ -274,7 +274,7 @@ def context_limit(config: Mapping[str, Any]) -> int:
 
 def context_reason(config: Mapping[str, Any]) -> str:
     """Return why the context is shorter than the model's configuration says, as a suffix for the
-    number; "" if it is not."""
+    number in a message; "" if it is not shorter."""
     kind, _ = _find_rope(_text_config(config))
     return (
         f" (its rotary embedding, {kind}, changes for longer texts)"
@@ -284,14 +284,15 @@ def context_reason(config: Mapping[str, Any]) -> str:
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration of the text decoder of a model, which may have other parts."""
+    """Return the configuration of a model's text decoder. The model may have other parts, such as a
+    vision encoder."""
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) else config
 
 
 def _find_rope(text: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Return kind and options of the rotary embedding; if layers differ, of one that depends on the
-    length."""
+    """Return (kind, options) of the rotary embedding. If layers have different ones, prefer one
+    that depends on the length."""
     options = text.get("rope_parameters") or text.get("rope_scaling") or {}
     options = options if isinstance(options, Mapping) else {}
     ropes = [rope for rope in (options, *options.values()) if isinstance(rope, Mapping)]
@@ -300,7 +301,7 @@ def _find_rope(text: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 
 _SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", "sliding"})
-"""Layer types whose only state is keys and values for each token."""
+"""Layer types whose only state is the keys and values of each token."""
 _KINDS = ("layer_types", "layers_block_type", "block_types")
 """Options that list the types of the layers."""
 _STATE_SPACE = ("mamba", "rwkv", "xlstm", "recurrent_gemma", "zamba", "lfm2")
@@ -314,27 +315,27 @@ _STATE_OPTIONS = (
     "linear_conv_kernel",
     "linear_num",
 )
-"""Prefixes of options that only models with a recurrent state have; older files do not list layer
-types."""
+"""Prefixes of options that only models with a recurrent state have. They are needed because older
+files do not list layer types."""
 _WINDOW_OPTIONS = ("attention_types", "attention_layers", "keep_window_size")
-"""Options of models that limit which tokens are visible by column, regardless of the mask that they
-receive."""
+"""Options of models that limit which tokens are visible by their column in the cache, regardless of
+the given mask."""
 _ALIBI = frozenset({"bloom", "mpt"})
-"""Values of ``model_type`` whose positions are encoded by ALiBi."""
+"""Values of ``model_type`` of models with ALiBi position encoding."""
 _DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "Model")
-"""Suffixes of the names of classes that may be decoders; critics are saved as a bare ``Model``."""
+"""Class name suffixes of architectures that may be decoders. Critics are saved as a bare
+``Model``."""
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Options that give the number of experts."""
 _MIXTURE_SWITCHES = ("is_moe", "enable_moe_block")
-"""Options that some models have in addition to the number of experts; if one is false, there are no
-experts."""
+"""Options that some models have in addition to the number of experts. If one is false, the model
+has no experts."""
 
 
 def routed_experts(config: Mapping[str, Any]) -> int:
-    """Return the number of experts from which the router of the model chooses; 0 for a dense
-    model."""
+    """Return the number of experts from which the model's router chooses; 0 for a dense model."""
     text = _text_config(config)
     inner = text.get("ffn_config")
     if any(text.get(option) is False for option in _MIXTURE_SWITCHES):
@@ -346,16 +347,16 @@ def routed_experts(config: Mapping[str, Any]) -> int:
 
 
 def _list_integers(count: Any) -> list[int]:
-    """Return a number, or a list of one number per layer, as a list of its integers."""
+    """Return the integers in an option that is a number or a list with one number per layer."""
     return [n for n in (count if isinstance(count, list) else [count]) if isinstance(n, int)]
 
 
 def expert_problem(config: Mapping[str, Any], role: str, *, accepted: bool) -> str | None:
-    """Return why the model's mixture of experts is not trained, or why the option ``experts`` has
-    no effect; None if there is no problem.
+    """Return why the model's mixture of experts would not be trained, or why the option ``experts``
+    has no effect; None if there is no problem.
 
-    role: name of the model in the options; accepted: whether its option ``experts`` is set. The
-    result is the end of a sentence that begins with the model's name.
+    role: name of the model's section in the options. accepted: whether its option ``experts`` is
+    set. The result is the end of a sentence that begins with the model's name.
     """
     experts = routed_experts(config)
     if accepted and not experts:
@@ -372,7 +373,7 @@ def expert_problem(config: Mapping[str, Any], role: str, *, accepted: bool) -> s
 
 
 def decoder_problem(config: Mapping[str, Any]) -> str | None:
-    """Return why the model cannot be sampled from and trained here; None if it can.
+    """Return why this library cannot sample from and train the model; None if it can.
 
     The result is the end of a sentence that begins with the model's name.
     """
@@ -381,8 +382,7 @@ def decoder_problem(config: Mapping[str, Any]) -> str | None:
 
 
 def _problems(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the reasons of ``decoder_problem``. ``text`` is the configuration of the decoder in
-    ``config``."""
+    """Yield all reasons for ``decoder_problem``. ``text`` is the decoder's part of ``config``."""
     kind = str(text.get("model_type") or config.get("model_type") or "")
     listed = config.get("architectures")
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
@@ -427,15 +427,15 @@ def _problems(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[st
 
 
 _TESTED = "gemma4"
-"""Prefix of the ``model_type`` of models that are known to apply options of single layers. In
-transformers 5.23 most others raise an error for such a configuration."""
+"""Prefix of the ``model_type`` of models that are known to apply options of individual layers. In
+transformers 5.23 most other models raise an error for such a configuration."""
 _SAME_FOR_ALL = ("attention_chunk_size", "skip")
-"""Options of ``per_layer_config`` that must be equal in all layers, because the KV cache and masks
-here do not support different values."""
+"""Options in ``per_layer_config`` that must be the same in all layers, because this library's KV
+cache and masks do not support different values."""
 
 
 def _find_layer_difference(text: Mapping[str, Any]) -> str:
-    """Return which unsupported difference exists between layers, as the end of a sentence; "" if
+    """Describe an unsupported difference between layers, as the end of a sentence; "" if there is
     none."""
     overrides = text.get("per_layer_config")
     if not isinstance(overrides, Mapping) or not overrides:
@@ -467,15 +467,16 @@ def _find_layer_difference(text: Mapping[str, Any]) -> str:
 
 
 def _has_window(option: Any) -> bool:
-    """Return whether an option is a window, or contains a local layer at any depth of its lists."""
+    """Return whether an option's value is a window size, or contains ``local`` at any depth of its
+    lists."""
     if isinstance(option, list):
         return any(_has_window(item) for item in option if not isinstance(item, int))
     return option == "local" or (isinstance(option, int) and option > 0)
 
 
 def _find_odd_head_width(text: Mapping[str, Any]) -> int | None:
-    """Return the width of an attention head with rotary positions that is odd; None if there is
-    none."""
+    """Return the odd width of an attention head that uses rotary positions; None if no such width
+    is odd."""
     try:
         layers = layer_options(text)
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -486,7 +487,7 @@ def _find_odd_head_width(text: Mapping[str, Any]) -> int | None:
 
 
 def _head_width(layer: Mapping[str, Any]) -> int | None:
-    """Return the width of the attention heads of a layer; None if it is not given."""
+    """Return the width of a layer's attention heads; None if it is not given."""
     width = layer.get("head_dim")
     heads = layer.get("num_attention_heads")
     hidden = layer.get("hidden_size")

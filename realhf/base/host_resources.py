@@ -22,11 +22,11 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def control_groups(controller: str, mount: Path = MOUNT, own: Path = OWN_GROUPS) -> Iterator[Path]:
-    """Yield the folder of this process's control group and those of its parents; any of them may
+    """Yield the folders of this process's control group and of its parent groups, each of which may
     set a limit.
 
-    Supports version 1 (with ``controller``) and version 2. In a container the last folder is that
-    of the container's own group, regardless of the path in ``own``.
+    Supports cgroup version 1 (with ``controller``) and version 2. In a container the last folder
+    belongs to the container's own group, regardless of the path in ``own``.
     """
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
@@ -42,11 +42,11 @@ def control_groups(controller: str, mount: Path = MOUNT, own: Path = OWN_GROUPS)
 
 
 def usable_cores(mount: Path = MOUNT, own: Path = OWN_GROUPS) -> int:
-    """Return the number of cores that this process can use: the cores it is bound to, or fewer if a
-    control group has a CPU quota.
+    """Return the number of cores that this process can use: the cores to which it is bound, or
+    fewer if a control group has a CPU quota.
 
-    A container with a limit of cores has such a quota. More threads than that would be throttled in
-    the middle of their work.
+    A container whose cores are limited has such a quota. A process with more threads than that is
+    throttled in the middle of its work.
     """
     cores = len(os.sched_getaffinity(0))
     for group in control_groups("cpu", mount, own):
@@ -56,8 +56,8 @@ def usable_cores(mount: Path = MOUNT, own: Path = OWN_GROUPS) -> int:
 
 
 def memory_limit(mount: Path = MOUNT, own: Path = OWN_GROUPS) -> int | None:
-    """Return the memory limit of this process's control groups in bytes; None if there is no
-    limit."""
+    """Return the smallest memory limit of this process's control groups in bytes; None if there is
+    no limit."""
     limits = (
         read_number(group, "memory.max", "memory.limit_in_bytes")
         for group in control_groups("memory", mount, own)
@@ -81,8 +81,8 @@ def memory_left(mount: Path = MOUNT, own: Path = OWN_GROUPS) -> int | None:
 
 
 def read_number(group: Path, *names: str) -> int | None:
-    """Return the number in the first of these files that contains one; None if none does, which
-    means no limit."""
+    """Return the number in the first of the files ``names`` that contains one; None if no file
+    does, which means that there is no limit."""
     for name in names:
         try:
             return int((group / name).read_text(encoding="ascii"))
@@ -92,7 +92,8 @@ def read_number(group: Path, *names: str) -> int | None:
 
 
 def read_counters(file: Path) -> dict[str, int]:
-    """Return the counters in a file of lines "name number"; {} if it cannot be read."""
+    """Return the counters in a file with lines of the form "name number"; {} if it cannot be
+    read."""
     try:
         rows = (
             line.split(maxsplit=1)
@@ -105,7 +106,7 @@ def read_counters(file: Path) -> dict[str, int]:
 
 
 def _page_cache_bytes(group: Path) -> int:
-    """Return the bytes of the page cache that are charged to a group."""
+    """Return the bytes of page cache that are charged to a control group."""
     stat = read_counters(group / "memory.stat")
     return sum(
         stat.get(f"total_{name}", stat.get(name, 0)) for name in ("inactive_file", "active_file")
@@ -113,7 +114,7 @@ def _page_cache_bytes(group: Path) -> int:
 
 
 def _cpu_quota(group: Path) -> float:
-    """Return the number of cores whose CPU time a group may use; 0.0 if it is not limited."""
+    """Return the CPU quota of a control group as a number of cores; 0.0 if it is not limited."""
     try:
         if (group / "cpu.max").exists():
             quota, period = (group / "cpu.max").read_text(encoding="ascii").split()
@@ -127,20 +128,20 @@ def _cpu_quota(group: Path) -> float:
 
 @dataclass(frozen=True)
 class HostLoad:
-    """One reading of the load of the whole host, regardless of who uses it."""
+    """One reading of the load of the whole host, by all processes."""
 
     busy_s: float
-    """CPU seconds since boot in which the cores were busy."""
+    """CPU seconds since boot in which cores were busy, summed over all cores."""
     whole_s: float
-    """CPU seconds since boot of all cores, busy or idle."""
+    """CPU seconds since boot, busy or idle, summed over all cores."""
     memory: float
-    """Fraction of the memory that is in use, 0 to 1."""
+    """Fraction of the memory in use, from 0 to 1."""
 
     @staticmethod
     def read() -> HostLoad:
         """Read the load of this host; takes about 0.1 ms."""
         times = psutil.cpu_times()
-        # included in user time
+        # the two guest times are also included in the user times
         whole = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
         idle = times.idle + getattr(times, "iowait", 0.0)
         return HostLoad(whole - idle, whole, psutil.virtual_memory().percent / 100)
@@ -151,7 +152,7 @@ class HostLoad:
 
     @staticmethod
     def from_list(value: Any) -> HostLoad | None:
-        """Return the reading from the output of ``to_list``; None for anything else."""
+        """Rebuild a reading from the output of ``to_list``; return None for any other value."""
         if not isinstance(value, list) or len(value) != 3:
             return None
         numbers = [
@@ -165,7 +166,7 @@ class HostLoad:
 
 
 class HostLoadMetrics:
-    """Metrics of the load of this host and other hosts, for each step since the previous one."""
+    """Metrics of the load of this host and of other hosts, measured from step to step."""
 
     def __init__(self) -> None:
         self._names = {host_token(): _as_metric_label(os.uname().nodename)}
@@ -173,12 +174,12 @@ class HostLoadMetrics:
         self._cpu: dict[str, float] = {}
 
     def measure(self, others: Iterable[tuple[str, str, HostLoad]]) -> dict[str, float]:
-        """Return the metrics ``host/<name>/cpu``, the mean fraction of busy cores since the reading
-        of an earlier step, and ``host/<name>/memory``.
+        """Return the metrics ``host/<name>/cpu``, which is the mean fraction of busy cores since
+        the previous reading, and ``host/<name>/memory``.
 
-        others: (name, ``host_token``, reading) of other hosts, which may contain a host several
-        times. A host without a new reading keeps its CPU value; one that was read for the first
-        time, or has rebooted, has none yet.
+        others: (name, ``host_token``, reading) of other hosts; a host may occur several times. A
+        host without a new reading keeps its CPU value. A host that was read for the first time, or
+        has rebooted, has no CPU value yet.
         """
         loads = {host_token(): HostLoad.read()}
         for host, token, load in others:
@@ -201,7 +202,7 @@ class HostLoadMetrics:
         return metrics
 
     def _unique_name(self, name: str) -> str:
-        """Return the name, with a number appended if another host has it."""
+        """Return ``name``, with a number appended if another host already has that name."""
         numbered = (f"{name}-{number}" for number in itertools.count(2))
         return next(
             one for one in itertools.chain([name], numbered) if one not in self._names.values()
@@ -209,5 +210,5 @@ class HostLoadMetrics:
 
 
 def _as_metric_label(host: str) -> str:
-    """Return the host name as it can appear in the name of a metric."""
+    """Return a host name with only the characters that metric names allow."""
     return re.sub(r"[^A-Za-z0-9_.-]", "-", host)[:63] or "host"

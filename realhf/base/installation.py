@@ -1,11 +1,11 @@
-"""Location and commit of the installed package and its configurations, and instructions for missing
-optional dependencies (extras).
+"""Location and commit of the installed package and its configurations, and install instructions for
+missing optional dependencies (extras).
 
 No other module derives a folder from the location of its own file, so files can be moved between
 packages.
 
-The package index has an unrelated distribution with the name of our import package, so no message
-may suggest installing that.
+On the package index, the name of our import package belongs to an unrelated distribution, so no
+message may suggest installing that name.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ IMPORT_ROOT = PACKAGE.parent
 """Folder on the import path that contains ``realhf``, ``workers``, ``experiments`` and
 ``configs``."""
 CONFIGS = IMPORT_ROOT / "configs"
-"""Folder of the YAML files that run configurations are composed of."""
+"""Folder of the YAML files from which run configurations are composed."""
 
 
 DISTRIBUTION = "realhf-agents"
-"""Name of the distribution, as in ``setup.py``."""
+"""Name of this package's distribution, as in ``setup.py``."""
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra, into this checkout or from the installed
+    """Return the command that installs an extra: of this checkout, or of the installed
     distribution."""
     if not (IMPORT_ROOT / "setup.py").is_file():
         return f"pip install '{DISTRIBUTION}[{extra}]'"
@@ -43,14 +43,15 @@ def install_command(extra: str) -> str:
 
 
 class MissingExtra(ModuleNotFoundError):
-    """A package of an extra is not installed; the message names the extra and the install
+    """Raised if a package of an extra is not installed. The message names the extra and the install
     command."""
 
 
 def explain_missing_packages() -> None:
-    """Make a program exit with a one-line message if Python is too old or lacks a package.
+    """Make this program exit with a one-line message if Python is too old or a package is missing.
 
-    This typically happens when ``.venv`` is not activated, so that another Python runs the program.
+    A package is typically missing because ``.venv`` was not activated and another Python runs the
+    program.
     """
     if sys.version_info < (3, 11):  # noqa: UP036  Users may run a checkout with any Python.
         sys.exit(
@@ -63,8 +64,8 @@ def explain_missing_packages() -> None:
 def _explain_missing_package(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print how to install a missing package; handle all other exceptions as usual. For
-    ``sys.excepthook``."""
+    """Exception hook (``sys.excepthook``) that prints how to install a missing package and handles
+    all other exceptions as usual."""
     package = (getattr(error, "name", "") or "").partition(".")[0]
     if not isinstance(error, ModuleNotFoundError) or package in (
         "",
@@ -105,7 +106,8 @@ def require_modules(extra: str, *modules: str) -> None:
     """Raise MissingExtra with the install command of ``extra`` if one of the modules is not
     installed.
 
-    Does not import the modules, so it is cheap enough to be called at the start of a package.
+    The modules are not imported, so this function is cheap enough to be called when a package is
+    imported.
     """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
@@ -117,7 +119,7 @@ def require_modules(extra: str, *modules: str) -> None:
 
 
 def import_extra(module: str, extra: str) -> ModuleType:
-    """Import a module that the adapter ``env.path=extra`` needs and the extra of that name
+    """Import a module that the adapter ``env.path=EXTRA`` needs and that the extra of the same name
     installs.
 
     Raises ValueError that names the extra if the module is missing or cannot be imported.
@@ -139,8 +141,8 @@ def import_extra(module: str, extra: str) -> ModuleType:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """Return the commit of the source tree and whether tracked files were modified; the commit is
-    None outside of a repository."""
+    """Return {commit, modified} of a source tree: the current commit, and whether tracked files
+    differ from it. Both are None outside of a repository."""
     commit = _git(folder, "rev-parse", "HEAD")
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "modified": bool(changes) if commit else None}

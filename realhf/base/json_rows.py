@@ -1,4 +1,4 @@
-"""Reader of JSON Lines files of users, with the location of each row for error messages."""
+"""Reader of users' JSON Lines files, which yields each row with its location for error messages."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def count_json_lines(file: Path) -> int:
 
 
 def check_row(values: Any, where: str) -> Row:
-    """Return a row. Raises ValueError, prefixed by ``where``, if ``values`` is not a dict of plain
-    JSON values."""
+    """Return a ``Row`` with these values. Raises ValueError, prefixed by ``where``, if ``values``
+    is not a dict of plain JSON values."""
     if not isinstance(values, dict):
         raise ValueError(
             f"{where}: a row is a map from columns to values, not {format_value(values)}"

@@ -1,4 +1,5 @@
-"""Validation of foreign values as plain JSON, and short representations of them for messages."""
+"""Check that values from users' code are plain JSON, and short representations of values for
+messages."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from typing import Any
 
 
 class _ShortRepr(reprlib.Repr):
-    """Formatter that shortens values of any size and depth. ``repr`` itself raises an error for
-    very large integers."""
+    """Formatter that shortens values of any size and depth. Unlike ``repr``, it also accepts very
+    large integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,7 +20,7 @@ class _ShortRepr(reprlib.Repr):
         self.maxlevel = 2
 
     def repr_int(self, x: int, level: int) -> str:
-        """Return an integer as text, or its size in bits if it is large."""
+        """Return an integer as a string, or its size in bits if it is very large."""
         return (
             f"a number of {x.bit_length()} bits"
             if x.bit_length() > 128
@@ -28,14 +29,14 @@ class _ShortRepr(reprlib.Repr):
 
 
 def format_value(value: Any) -> str:
-    """Return a short representation of any plain value for a message."""
+    """Return a short representation of a value for a message."""
     return _ShortRepr().repr(value)
 
 
 MAX_JSON_DEPTH = 64
 """Maximum nesting depth; deeper values are rejected because JSON encoders are recursive."""
 MAX_PATH_CHARS = 200
-"""Maximum length of the path to a value in messages, in characters."""
+"""Maximum number of characters of the path to a value in messages."""
 
 
 def json_problem(value: Any) -> str:
@@ -69,8 +70,8 @@ def json_problem(value: Any) -> str:
 
 
 def _format_path(place: Any) -> str:
-    """Return the path as `` (at ['rows'][2])``. ``place`` is (place of the container, key), or None
-    at the top."""
+    """Return the path of an invalid part in the form `` (at ['rows'][2])``. ``place`` is (``place``
+    of the container, key), or None for the whole value."""
     path = ""
     while place is not None and len(path) < MAX_PATH_CHARS:
         place, key = place
@@ -79,7 +80,7 @@ def _format_path(place: Any) -> str:
 
 
 def _surrogate_problem(text: str) -> str:
-    """Return why a text cannot be encoded as UTF-8; "" if it can."""
+    """Return why a string cannot be encoded as UTF-8; "" if it can."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Threads with an event loop that run coroutines for blocking callers, and detection of blocked
+"""Threads with event loops that run coroutines for blocking callers, and detection of blocked event
 loops."""
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from realhf.base import event_loops, process_clock
 T = TypeVar("T")
 P = ParamSpec("P")
 _ROLLBACK_S = 5.0
-"""Seconds that an interrupted call waits for its cancelled coroutine to clean up."""
+"""Seconds that an interrupted call waits for its cancelled coroutine to finish its clean-up."""
 _CLOSE_S = 5.0
-"""Default timeout in seconds of closing the object behind a facade."""
+"""Default timeout in seconds for closing a facade's inner object."""
 _DRAIN_ROUNDS = 5
-"""Maximum number of rounds of cancelling the remaining tasks when a loop ends."""
+"""Maximum number of times that the remaining tasks are cancelled when a loop ends."""
 _LOG = logging.getLogger(__name__)
 
 
 class LoopThread:
     """A thread that runs coroutines on its own event loop.
 
-    name: of the thread. instead: the alternative for coroutines, which error messages name. later:
-    start the thread at the first ``call``.
+    name: name of the thread. instead: what coroutines should use instead, for error messages.
+    later: whether to start the thread only at the first ``call``.
     """
 
     def __init__(self, name: str, *, instead: str, later: bool = False) -> None:
@@ -59,8 +59,8 @@ class LoopThread:
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run a coroutine in the thread and wait for its result.
 
-        The coroutine handles its own timeouts; ``timeout_s`` limits the whole call. If the wait is
-        interrupted, the coroutine is cancelled and gets some seconds to clean up.
+        ``timeout_s`` limits the whole call, in addition to any timeouts in the coroutine. If the
+        wait is interrupted, the coroutine is cancelled and has some seconds to clean up.
         """
         ended = threading.Event()
 
@@ -84,8 +84,8 @@ class LoopThread:
             raise
 
     def stop(self, timeout_s: float) -> None:
-        """Cancel all running coroutines and join the thread; after ``timeout_s`` seconds, abandon
-        it with a warning."""
+        """Cancel all running coroutines and join the thread. A thread that has not ended after
+        ``timeout_s`` seconds is abandoned with a warning."""
         if os.getpid() != self.pid:
             return
         with self._lock:
@@ -103,8 +103,8 @@ class LoopThread:
             )
 
     def interrupt(self) -> None:
-        """Raise SystemExit in the thread at its next line of Python, to end code that blocks the
-        loop.
+        """Raise SystemExit in the thread at its next line of Python code, to end code that blocks
+        the loop.
 
         Has no effect on code that waits in a system call or catches the exception.
         """
@@ -113,21 +113,21 @@ class LoopThread:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
 
     def is_current(self) -> bool:
-        """Return whether the caller runs in this thread, which is possible for finalizers."""
+        """Return whether the caller runs in this thread, as finalizers may."""
         return threading.current_thread() is self._thread
 
     def watch(self) -> LoopWatch:
-        """Return a detector of whether the loop is blocked."""
+        """Return a detector for a blocked loop."""
         return LoopWatch(self.loop, self._thread.ident or 0)
 
     @property
     def alive(self) -> bool:
-        """Whether coroutines can run here; false after ``stop`` and in a forked child."""
+        """Whether coroutines can run in this thread. False after ``stop`` and in a forked child."""
         return self._thread.is_alive() and os.getpid() == self.pid
 
 
 class Closable(Protocol):
-    """An object that a coroutine closes."""
+    """Interface of objects with an asynchronous ``close``."""
 
     async def close(self) -> None:
         """Release all resources. May be called repeatedly."""
@@ -138,10 +138,11 @@ A = TypeVar("A", bound=Closable)
 
 
 class BlockingFacade(Generic[A]):
-    """Base of blocking facades, which offer the coroutine methods of ``inner`` to any thread.
+    """Base class of blocking facades, through which any thread can call the coroutine methods of
+    ``inner``.
 
     The methods run on ``thread``, which belongs to the facade and starts at the first call.
-    Subclasses declare them: ``push = blocking(Inner.push)``.
+    Subclasses declare each method, for example ``push = blocking(Inner.push)``.
     """
 
     def __init__(self, inner: A, name: str) -> None:
@@ -165,7 +166,7 @@ class BlockingFacade(Generic[A]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Run a method of ``inner`` and return its result.
+        """Run a coroutine method of ``inner`` and return its result.
 
         Raises RuntimeError after ``close``, if another thread closes the facade during the call,
         and in a forked child.
@@ -184,10 +185,10 @@ class BlockingFacade(Generic[A]):
 def creates_inner(
     make: Callable[P, A],
 ) -> Callable[[Callable[[Any, A], None]], Callable[Concatenate[Any, P], None]]:
-    """Return a decorator for the constructor of a facade that creates the inner object.
+    """Return a decorator for a facade's constructor that creates the inner object with ``make``.
 
-    The decorated constructor accepts the arguments of ``make`` and passes the result of ``make``
-    on.
+    The decorated constructor accepts the arguments of ``make``. It passes the created object to the
+    original constructor.
     """
 
     def decorate(init: Callable[[Any, A], None]) -> Callable[Concatenate[Any, P], None]:
@@ -203,7 +204,8 @@ def creates_inner(
 def blocking(
     method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[BlockingFacade[A], P], T]:
-    """Return the blocking method of a facade for a coroutine method."""
+    """Return a blocking method for a facade that calls the coroutine method ``method`` of the inner
+    object."""
 
     @functools.wraps(method)
     def call(self: BlockingFacade[A], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -213,9 +215,9 @@ def blocking(
 
 
 def shut_down(thread: LoopThread, inner: Closable, timeout_s: float = _CLOSE_S) -> None:
-    """Close ``inner`` and stop the thread within a bounded time; in a forked child, do nothing.
+    """Close ``inner`` and stop the thread within a bounded time. Does nothing in a forked child.
 
-    Called by close(), the garbage collector or the interpreter's exit.
+    Called by ``close``, by the garbage collector, or when the interpreter exits.
     """
     if thread.alive and not thread.is_current():
         with suppress(TimeoutError, RuntimeError):
@@ -226,7 +228,7 @@ def shut_down(thread: LoopThread, inner: Closable, timeout_s: float = _CLOSE_S) 
 
 
 def check_blocking_caller(pid: int, instead: str) -> None:
-    """Raise RuntimeError if this is not the process ``pid`` or the caller is a coroutine."""
+    """Raise RuntimeError if the current process is not ``pid`` or the caller is a coroutine."""
     check_process(pid)
     try:
         asyncio.get_running_loop()
@@ -236,8 +238,8 @@ def check_blocking_caller(pid: int, instead: str) -> None:
 
 
 def check_process(pid: int) -> None:
-    """Raise RuntimeError in a forked child, because sockets and loops belong to the process that
-    opened them."""
+    """Raise RuntimeError if the current process is not ``pid``, but a forked child: sockets and
+    loops belong to the process that has opened them."""
     if os.getpid() != pid:
         raise RuntimeError(
             "what holds sessions or connections cannot be used in a forked child; open a new one "
@@ -250,8 +252,8 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
-        # Coroutines submitted while the loop was stopping become tasks in the first round; their
-        # callers are waiting for them.
+        # Coroutines that were submitted while the loop was stopping become tasks in the first
+        # round. Their callers wait for them.
         for _ in range(_DRAIN_ROUNDS):
             loop.run_until_complete(asyncio.sleep(0))
             pending = asyncio.all_tasks(loop)
@@ -264,7 +266,7 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class LoopWatch:
-    """Detector of whether a loop that runs on another thread, ``ident``, is blocked.
+    """Detector for a blocked event loop on another thread, whose identifier is ``ident``.
 
     Call ``blocked_s`` periodically, always from the same thread.
     """
@@ -277,9 +279,9 @@ class LoopWatch:
         self._request_time = process_clock.now()
 
     def blocked_s(self) -> float:
-        """Return for how many seconds the loop has not answered; 0.0 if it has.
+        """Return how many seconds the loop has not responded; 0.0 if it has responded.
 
-        Each answer is followed by a new request to the loop. Raises RuntimeError if the loop is
+        After each response, a new request is sent to the loop. Raises RuntimeError if the loop is
         closed.
         """
         if not self._response.is_set():
@@ -290,8 +292,8 @@ class LoopWatch:
         return 0.0
 
     def current_line(self) -> str:
-        """Return the source line that the loop's thread is executing: the innermost one outside of
-        libraries, if there is one."""
+        """Return the source line that the loop's thread is executing. If possible, this is the
+        innermost line outside of libraries."""
         frame = sys._current_frames().get(self._ident)
         if frame is None:
             return "nowhere: its thread has ended"

@@ -1,7 +1,7 @@
-"""Recognition of loopback hosts, and free local ports.
+"""Recognition of loopback hosts, and choice of free local ports.
 
-A name that only resolves to the loopback address does not count, because an attacker's web page can
-use such a name (DNS rebinding).
+A name that merely resolves to a loopback address does not count as a loopback host, because an
+attacker's web page can use such a name (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 
 def is_loopback_host(host: str) -> bool:
-    """Return whether ``host``, without port, is the name ``localhost`` or a loopback address."""
+    """Return whether ``host`` (without a port) is the name ``localhost`` or a loopback address."""
     try:
         address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
@@ -24,7 +24,8 @@ def is_loopback_host(host: str) -> bool:
 
 
 def parse_host(authority: str) -> str:
-    """Return the host of ``host[:port]`` in lower case; "" if the text does not have that form."""
+    """Return the host in ``host[:port]`` in lower case; "" if the string does not have that
+    form."""
     try:
         parts = urlsplit(f"//{authority}")
         _ = parts.port
@@ -35,20 +36,20 @@ def parse_host(authority: str) -> str:
 
 @lru_cache(maxsize=16)
 def is_loopback_authority(authority: str) -> bool:
-    """Return whether ``host[:port]`` is a loopback host."""
+    """Return whether the host in ``host[:port]`` is a loopback host."""
     return is_loopback_host(parse_host(authority))
 
 
 _PORTS = range(20_000, 32_000)
 """Ports below the range from which Linux assigns ports to outgoing connections and to servers that
-request any port."""
+request any free port."""
 
 
 def free_port() -> int:
-    """Return a loopback port without a listener.
+    """Return a loopback port on which nothing listens.
 
-    The kernel assigns it only on explicit request, so it stays free for a server that starts
-    seconds later, or restarts.
+    The kernel assigns such a port only on explicit request, so it stays free for a server that
+    starts some seconds later or restarts.
     """
     for _ in range(100):
         port = secrets.choice(_PORTS)

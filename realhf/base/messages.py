@@ -1,9 +1,9 @@
 """Typed messages between the processes of a run, and their conversion to plain data and back.
 
-A message is a ``Message`` (a frozen msgspec struct). A ``Call`` is the name of a request with the
-types of request and answer; ``realhf.api.calls`` lists all calls of a run. An invalid message
-raises a ``MessageError`` that names the message and the field. The transport sends plain data and
-does not depend on the message types.
+Messages are ``Message`` objects (frozen msgspec structs). A ``Call`` combines the name of a request
+with the types of the request and the answer; ``realhf.api.calls`` contains all calls of a run. An
+invalid message raises a ``MessageError``, which names the message and the field. The transport
+sends plain data and does not depend on the message types.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ _BYTES = (bytes, bytearray, memoryview)
 
 
 class MessageError(ValueError):
-    """A message does not match its type; the text names the message and the field."""
+    """Raised if a message does not match its type. The error text names the message and the
+    field."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of requests, answers and their parts. Fields are annotated, and unknown fields are
-    rejected."""
+    """Base class of requests, answers and their parts. Fields have type annotations, and unknown
+    fields are rejected."""
 
 
 M = TypeVar("M", bound=Message)
@@ -34,7 +35,7 @@ A = TypeVar("A", bound=Message)
 
 
 def to_payload(message: Message, name: str = "") -> Any:
-    """Convert a message to maps, lists, scalars and bytes.
+    """Convert a message to mappings, lists, scalars and bytes.
 
     Raises MessageError for a value of any other type.
     """
@@ -47,7 +48,7 @@ def to_payload(message: Message, name: str = "") -> Any:
 def from_payload(kind: type[M], payload: Any, name: str = "") -> M:
     """Rebuild a message from the output of ``to_payload``.
 
-    Raises MessageError for anything that is not a ``kind``.
+    Raises MessageError if ``payload`` is not a valid message of type ``kind``.
     """
     try:
         return msgspec.convert(payload, kind, builtin_types=_BYTES)
@@ -64,41 +65,42 @@ class Call(Generic[Q, A]):
     """A type of request from one process to another."""
 
     name: str
-    """Name on the wire."""
+    """Name of the call in messages."""
     request: type[Q]
     """Type of the request."""
     answer: type[A]
     """Type of the answer."""
 
     def pack(self, request: Q) -> Any:
-        """Return the payload of a request. Raises MessageError."""
+        """Convert a request to a payload. Raises MessageError."""
         return to_payload(request, self.name)
 
     def unpack(self, payload: Any) -> Q:
-        """Return the request in a payload. Raises MessageError."""
+        """Convert a payload to a request. Raises MessageError."""
         return from_payload(self.request, payload, self.name)
 
     def pack_answer(self, answer: A) -> Any:
-        """Return the payload of an answer. Raises MessageError."""
+        """Convert an answer to a payload. Raises MessageError."""
         return to_payload(answer, self.name)
 
     def unpack_answer(self, payload: Any, peer: str) -> A:
-        """Return the answer of ``peer`` in a payload. Raises MessageError."""
+        """Convert a payload from ``peer`` to an answer. Raises MessageError."""
         return from_payload(self.answer, payload, f"{self.name} of {peer}")
 
     def with_handler(self, serve: Callable[[Q], A]) -> tuple[str, Callable[[Any], Any]]:
-        """Return (name, handler from payload to payload) for a worker's table of handlers."""
+        """Return (name, handler) for a worker's table of handlers. The handler takes and returns
+        payloads and calls ``serve``."""
         return self.name, lambda payload: self.pack_answer(serve(self.unpack(payload)))
 
 
 def _describe_message(kind: type[Message], name: str) -> str:
-    """Return the name of a message for errors."""
+    """Return the name of a message for error messages."""
     return f"{name} ({kind.__name__})" if name else kind.__name__
 
 
 def _to_plain(value: Any) -> Any:
-    """Convert NumPy numbers, and other maps and sequences, to plain ones. Raises TypeError for
-    anything else."""
+    """Convert NumPy numbers, and mappings and sequences of other types, to plain data. Raises
+    TypeError for anything else."""
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):

@@ -1,6 +1,6 @@
 """Deterministic partitioning of weighted items into balanced parts.
 
-Ties go to the lower original index; each part lists its indices in ascending order.
+Ties are resolved in favour of the lower index. Each part lists its indices in ascending order.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import heapq
 from collections.abc import Sequence
 
 HOME_LIMITS = (1.0, 0.95, 0.9, 0.8, 0.7)
-"""Limits tried in turn for the items that stay at home in a part, as fractions of the largest
-part's cost. Lower limits leave more items for balancing the parts."""
+"""Limits for the total cost of the items that stay in their home part, as fractions of the largest
+part's cost. They are tried in turn; lower limits leave more items for balancing the parts."""
 
 
 def balanced_parts(costs: Sequence[int], n_parts: int) -> list[list[int]]:
-    """Partition ``range(len(costs))`` into ``n_parts`` non-empty parts, placing the largest costs
-    first.
+    """Partition ``range(len(costs))`` into ``n_parts`` non-empty parts of similar total cost.
+    Indices with the largest costs are placed first.
 
     Parts are ordered by their first index. Raises ValueError unless 1 <= n_parts <= len(costs).
     """
@@ -29,11 +29,11 @@ def balanced_parts(costs: Sequence[int], n_parts: int) -> list[list[int]]:
 def balanced_parts_near_homes(
     costs: Sequence[int], homes: Sequence[int | None], n_parts: int
 ) -> list[list[int]]:
-    """Partition ``range(len(costs))`` into the parts 0 to ``n_parts`` - 1, with each index in the
-    part ``homes[index]`` where possible.
+    """Partition ``range(len(costs))`` into ``n_parts`` parts of similar total cost, with each index
+    in the part ``homes[index]`` where possible.
 
-    The largest part costs at most as much as without homes, where the largest costs are placed
-    first. No part is empty unless there are fewer items than parts.
+    The largest part costs at most as much as the largest part of ``balanced_parts``. No part is
+    empty unless there are fewer items than parts.
     """
     order = _heaviest_first(costs)
     usual = _add_to_lightest(costs, order, [[] for _ in range(n_parts)])
@@ -54,8 +54,8 @@ def _place_at_home(
     n_parts: int,
     limit: float,
 ) -> list[list[int]]:
-    """Place items in their home parts up to the limit, then the remaining ones in the lightest
-    parts."""
+    """Return parts with items in their home parts up to the cost ``limit``, and each remaining item
+    in the part that is the lightest at that time."""
     parts: list[list[int]] = [[] for _ in range(n_parts)]
     loads = [0] * n_parts
     away = list[int]()
@@ -87,8 +87,8 @@ def _add_to_lightest(
 def _match_homes(
     costs: Sequence[int], homes: Sequence[int | None], parts: Sequence[list[int]]
 ) -> list[list[int]]:
-    """Return the parts reordered so that parts go where most of their cost is at home, the largest
-    such cost first."""
+    """Return the parts in another order, chosen greedily so that large costs are in their home
+    part."""
     at_home = [
         (sum(int(costs[i]) for i in part if homes[i] == home), number, home)
         for number, part in enumerate(parts)
@@ -102,7 +102,7 @@ def _match_homes(
 
 
 def _cost(costs: Sequence[int], part: Sequence[int]) -> int:
-    """Return the cost of a part."""
+    """Return the total cost of a part."""
     return sum(int(costs[i]) for i in part)
 
 

@@ -1,7 +1,7 @@
-"""Import of user-defined experiments and parts, by module or by the path of a file.
+"""Import of user-defined experiments and components by module name or file path.
 
-A *reference* names a part: ``file.py:Name``, ``package.module:Name``, or ``file.py`` if the file
-defines only one part.
+A *reference* names a component: ``file.py:Name``, ``package.module:Name``, or ``file.py`` if the
+file defines only one component.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from realhf.base.text import suggest_names
 
 
 class Reference(NamedTuple):
-    """The components of a reference; both are empty for a text that is not a reference, such as a
+    """The two parts of a reference. Both are empty for a string that is not a reference, such as a
     registered name."""
 
     place: str
-    """File or module."""
+    """Path of the file, or name of the module."""
     name: str
-    """Name defined there; "" if none is given."""
+    """Name that is defined in the file or module; "" if none is given."""
 
     @property
     def file(self) -> Path | None:
@@ -35,7 +35,7 @@ class Reference(NamedTuple):
 
 
 def split_reference(text: str) -> Reference:
-    """Split a reference into its components."""
+    """Split a reference into its file or module and its name."""
     place, _, name = text.rpartition(":") if ":" in text else (text, "", "")
     return (
         Reference(place, name) if place and (name or place.endswith(".py")) else Reference("", "")
@@ -43,17 +43,18 @@ def split_reference(text: str) -> Reference:
 
 
 def absolute_reference(text: str) -> str:
-    """Return a reference with an absolute file path, which every process of a run can use."""
+    """Return a reference with its file path made absolute, so that every process of a run can use
+    it."""
     file, colon, name = text.partition(":")
     return f"{Path(file).expanduser().resolve()}{colon}{name}" if file.endswith(".py") else text
 
 
 def load_reference(text: str) -> tuple[ModuleType, str]:
-    """Import the module or file of a reference; return it and the name, which it defines ("" if
-    none is given).
+    """Import the module or file of a reference. Return (module, name), where the name is "" if the
+    reference contains none.
 
-    Raises ValueError with a one-sentence message, which contains the source line of a failed
-    import.
+    Raises ValueError with a one-sentence message. If the import fails, the message contains the
+    source line.
     """
     parts = split_reference(text)
     file = parts.file
@@ -75,10 +76,10 @@ def load_reference(text: str) -> tuple[ModuleType, str]:
 
 
 def import_user_code(text: str, load: Callable[[], Any], file: str = "") -> Any:
-    """Return what ``load`` imports for a reference or a registered name.
+    """Return the result of ``load``, which imports the reference or registered name ``text``.
 
-    Any exception of the imported code becomes a ValueError with the source line. file: path of the
-    imported file, if known.
+    Any exception in the imported code is converted to a ValueError with the source line. file: path
+    of the imported file, if known.
     """
     try:
         return load()
@@ -89,8 +90,8 @@ def import_user_code(text: str, load: Callable[[], Any], file: str = "") -> Any:
 
 
 def _innermost_file(error: BaseException) -> str:
-    """Return the file in which an import failed; that of the import machinery if the module does
-    not exist."""
+    """Return the path of the file in which an import failed. If the module does not exist, it is a
+    file of the import machinery."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -106,7 +107,7 @@ def load_plugin(plugin: str | Path) -> ModuleType:
     if not str(plugin).endswith(".py"):
         return importlib.import_module(str(plugin))
     file = Path(plugin).resolve()
-    # Files of the same name in different folders are different modules.
+    # The checksum distinguishes files with the same name in different folders.
     name = f"realhf_plugin_{file.stem}_{zlib.crc32(str(file).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
@@ -124,7 +125,8 @@ def load_plugin(plugin: str | Path) -> ModuleType:
 
 
 def describe_user_error(error: BaseException, file: str) -> str:
-    """Return the first line of an error, with the last line of ``file`` in its traceback."""
+    """Return the first line of an error, with the number of the innermost line of ``file`` in its
+    traceback."""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file
     ]

@@ -1,12 +1,12 @@
-"""Identification of processes across reuse of their ids, and control of their priority and garbage
+"""Identification of processes whose ids may be reused, and control of process priority and garbage
 collection.
 
-Linux schedules sessions against each other before it schedules their processes (autogroups,
-sched(7)). So the nice value of a process has no effect on processes of other sessions unless the
-value of its session changes too.
+Linux distributes CPU time first among sessions and then among the processes of each session
+(autogroups, sched(7)). So a process's nice value does not affect processes of other sessions unless
+the nice value of its session is changed too.
 
-A process that imports torch creates a million objects, none of which is garbage; scanning them
-repeatedly takes a fifth of its start-up time.
+Importing torch creates a million objects that never become garbage. Scanning them repeatedly would
+take a fifth of the start-up time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from realhf.base import process_clock
 
 
 def host_token() -> str:
-    """Return a token that two processes share exactly if they run on one host and see each other's
-    /proc entries.
+    """Return a token that is the same for two processes if and only if they run on one host and see
+    each other's /proc entries.
 
     It consists of the boot id and the PID and network namespaces. Returns "" if the system does not
     provide them.
@@ -37,7 +37,7 @@ def host_token() -> str:
 
 
 def boot_id() -> str:
-    """Return the id of the current boot of the kernel, which is the same in all containers.
+    """Return the id of the kernel's current boot, which is the same in all containers.
 
     Raises OSError if the system does not provide it.
     """
@@ -59,7 +59,7 @@ def open_process(pid: int, started: int) -> int | None:
     """Open a pidfd, which becomes readable when the process ends; return None if the system does
     not support it.
 
-    started: its ``start_time``. Raises ProcessLookupError if that process has ended.
+    started: ``start_time`` of the process. Raises ProcessLookupError if that process has ended.
     """
     try:
         descriptor = os.pidfd_open(pid)
@@ -74,12 +74,12 @@ def open_process(pid: int, started: int) -> int | None:
 
 
 _RETRY_TIMEOUT_S = 2.0
-"""Timeout in seconds of retries: the kernel accepts one change of a user's sessions per tenth of a
-second."""
+"""Seconds for which a refused change is retried. The kernel accepts only one change by a user per
+tenth of a second."""
 
 
 def lower_priority(niceness: int) -> None:
-    """Lower the priority of this process, its session and the processes that it starts.
+    """Lower the priority of this process, of its session and of the processes that it starts.
 
     niceness: 0 to 19, as in nice(1).
     """
@@ -89,7 +89,8 @@ def lower_priority(niceness: int) -> None:
 
 
 def share_niceness(pid: int) -> None:
-    """Set the niceness of the session of process ``pid`` to that of this process.
+    """Set the niceness of the session to which the process ``pid`` belongs to the niceness of this
+    process.
 
     Does nothing if the kernel does not schedule by session, or if the process has ended.
     """
@@ -102,7 +103,8 @@ def share_niceness(pid: int) -> None:
 
 
 def _set_session_niceness(pid: int, niceness: int) -> bool:
-    """Set the niceness of the process's session; return False if the kernel requires a retry."""
+    """Set the niceness of the session to which the process ``pid`` belongs; return False if the
+    kernel requires a retry."""
     try:
         Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
     except BlockingIOError:
@@ -119,7 +121,8 @@ _STARTUP_THRESHOLDS = (50_000, 20, 100)
 
 
 def collect_garbage_rarely() -> None:
-    """Collect garbage less often until ``collect_garbage_normally`` is called; for use before imports and loading."""
+    """Collect garbage less often until ``collect_garbage_normally`` is called. Call this before
+    importing modules and loading models."""
     gc.set_threshold(*_STARTUP_THRESHOLDS)
 
 
@@ -132,16 +135,16 @@ def collect_garbage_normally() -> None:
 def block_exit_in_threads() -> None:
     """Make ``os._exit`` in a thread of this process raise SystemExit instead of ending the process.
 
-    So foreign code in a thread can end only its own call, not all episodes. The main thread and
-    forked children still exit.
+    A user's code in a thread can then end only its own call, not all episodes. In the main thread
+    and in forked children ``os._exit`` still exits.
     """
-    # Not a closure, because a process pool that runs the function pickles it.
+    # This is not a closure, because a process pool that runs ``os._exit`` pickles it.
     os._exit = partial(_exit_or_raise, os._exit, os.getpid())  # type: ignore[assignment]
 
 
 def _exit_or_raise(leave: Callable[[int], NoReturn], keeper: int, status: int) -> NoReturn:
-    """Raise SystemExit in a thread of the process ``keeper`` other than its main thread; else call
-    ``leave``."""
+    """Raise SystemExit if called in the process ``keeper`` outside of its main thread; otherwise
+    call ``leave``."""
     if os.getpid() == keeper and threading.current_thread() is not threading.main_thread():
         raise SystemExit(f"os._exit({status}) would end its process with all sessions")
     leave(status)

@@ -1,15 +1,15 @@
-"""The clock for all deadlines of this process, which excludes the time for which the process was
+"""Clock for all deadlines of this process. It excludes the time for which the process was
 suspended.
 
 A process is suspended by live migration of its machine, ``docker pause`` or SIGSTOP, while
-``time.monotonic()`` goes on. A peer may have been suspended with it, or may have answered without
-being read, so this time must not count towards a timeout. ``now``, ``wait`` and the timers of the
-loops of ``realhf/base/event_loops.py`` exclude it. Reported durations are measured by
-``time.monotonic()``.
+``time.monotonic()`` continues. That time must not count towards a timeout: the peer may have been
+suspended too, or its answer may have arrived but not been read. ``now``, ``wait`` and the timers of
+the loops in ``realhf/base/event_loops.py`` exclude it. Durations that are reported to users are
+measured with ``time.monotonic()``.
 
-A thread reads the time every ``READ_INTERVAL_S`` seconds, and so does every call of ``now``. A much longer
-interval between two readings means that the process was suspended, or that something held the
-interpreter lock. Pauses of up to ``READ_INTERVAL_S`` + ``READ_TOLERANCE_S`` are not detected.
+A thread reads the time every ``READ_INTERVAL_S`` seconds, and every call of ``now`` reads it too.
+If the interval between two readings is much longer, the process was suspended, or something held
+the interpreter lock. Pauses of up to ``READ_INTERVAL_S`` + ``READ_TOLERANCE_S`` are not detected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 READ_INTERVAL_S = 0.25
-"""Maximum seconds between two readings in a running process."""
+"""Interval in seconds at which the thread reads the time."""
 READ_TOLERANCE_S = 0.5
 """Seconds by which a reading may be late on a busy machine without counting as a pause."""
 _MIN_LOGGED_PAUSE_S = 10.0
@@ -32,18 +32,19 @@ _log = logging.getLogger(__name__)
 
 
 class PauseDetector:
-    """A clock based on ``read`` that excludes the pauses between readings that are too long to be
-    caused by a busy machine."""
+    """Clock based on ``read`` that detects and excludes pauses: intervals between two readings that
+    are too long to be caused by a busy machine."""
 
     def __init__(self, read: Callable[[], float] = time.monotonic, paused_s: float = 0.0) -> None:
         self._read = read
         self._lock = threading.Lock()
         self._last_reading = read()
         self.paused_s = paused_s
-        """Total seconds of all pauses until the last reading."""
+        """Total seconds of all pauses detected until the last reading."""
 
     def now(self) -> float:
-        """Take a reading, and return the time in seconds without pauses. It never decreases."""
+        """Take a reading, and return the time in seconds without pauses. The returned time never
+        decreases."""
         with self._lock:
             now = self._read()
             late = now - self._last_reading - READ_INTERVAL_S
@@ -54,7 +55,7 @@ class PauseDetector:
 
 
 class ProcessClock:
-    """The clock of this process: a ``PauseDetector`` with a thread that takes regular readings.
+    """Clock of this process: a ``PauseDetector`` with a thread that takes regular readings.
 
     The thread starts at the first call of ``now``, also in a forked child.
     """
@@ -114,8 +115,8 @@ def now() -> float:
 
 
 def wait(attempt: Callable[[float], T], seconds: float) -> T:
-    """Return the result of ``attempt(seconds)``, repeated with the remaining time if this process
-    was suspended.
+    """Return the result of ``attempt(seconds)``. If the process was suspended meanwhile, repeat the
+    attempt with the remaining time.
 
     attempt: a wait with a timeout in seconds that returns a false value on timeout, such as
     ``threading.Event.wait``.

@@ -1,14 +1,14 @@
-"""Digests of tensors: 128 bits that depend on dtype, shape and every bit and its position, computed
-on the tensor's device.
+"""Digests of tensors, computed on the tensor's device. A digest has 128 bits that depend on the
+dtype, the shape, and the value and position of every bit.
 
-A tensor is read as signed bytes ``b`` in rows of ``ROW_BYTES``, the last one padded with zeros. For
-each row, 16 sums ``sum(b_i * k_i)`` with fixed 7-bit keys are computed: 16 linear hashes (Carter
-and Wegman, "Universal classes of hash functions", 1979). Any change that was made independently of
-the keys leaves one sum unchanged with a probability of at most 2**-7, and all sums with at most
-2**-112. The sums, 1/32 of the bytes, are hashed in the same way with other keys until few rows are
-left; BLAKE2b combines these with dtype and shape. The sums are integers and no operation rounds
-them, so every device and library version gives the same digest. It is not a signature: with
-knowledge of the keys, two tensors with the same digest can be constructed.
+A tensor is read as signed bytes ``b`` in rows of ``ROW_BYTES``, the last row padded with zeros. For
+each row, 16 sums ``sum(b_i * k_i)`` with fixed 7-bit keys are computed: these are 16 linear hashes
+(Carter and Wegman, "Universal classes of hash functions", 1979). If a change was made independently
+of the keys, the probability that a sum stays the same is at most 2**-7, and that all sums stay the
+same at most 2**-112. The sums have 1/32 of the bytes and are hashed in the same way with other
+keys, until few rows are left. BLAKE2b combines these with dtype and shape. The sums are integers
+and no operation rounds them, so every device and library version gives the same digest. A digest is
+not a signature: anyone who knows the keys can construct two tensors with the same digest.
 
 CPUs with exact products of bytes (AVX512-VNNI and similar) use one product of int8 matrices; other
 devices use products of floats, which represent integers up to 2**24 exactly.
@@ -25,22 +25,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SCHEME = "realhf tensor digest 2"
-"""Version of the computation, which files store with their digests."""
+"""Version of the digest computation, which files store together with their digests."""
 ROW_BYTES = 1 << 11
-"""Bytes per row; the absolute value of a sum is at most 2**7 * 2**6 * 2**11 = 2**24."""
+"""Bytes per row. With this size, the absolute value of a sum is at most 2**7 * 2**6 * 2**11 =
+2**24."""
 SUMS = 16
 """Number of sums per row."""
 LAST_ROWS = 32
-"""Maximum number of rows of sums that are not reduced further."""
+"""Number of rows of sums at or below which the sums are not hashed again."""
 _BLOCK_ROWS = {"cpu": 1 << 9}
-"""Rows per product, by type of device: 1 MiB on a CPU, which fits into a core's cache (default: 16
-MiB, for devices where starting a kernel is slow)."""
+"""Rows per matrix product, by device type: 1 MiB on a CPU, which fits into a core's cache. The
+default for other devices is 16 MiB, because starting a kernel is slow."""
 _SIZE = 16
-"""Bytes of a digest."""
+"""Size of a digest in bytes."""
 
 
 class TensorDigester:
-    """Computation of digests, with the keys cached for each device."""
+    """Computes digests of tensors. It caches the keys for each device."""
 
     def __init__(self) -> None:
         self._by_device: dict[Any, _DeviceDigester] = {}
@@ -62,7 +63,7 @@ class TensorDigester:
 
 
 class _DeviceDigester:
-    """Computation of sums on one device."""
+    """Computes the sums on one device."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -73,8 +74,8 @@ class _DeviceDigester:
         )
 
     def digest(self, raw: Tensor) -> Tensor:
-        """Return the last sums of bytes, int32 (at most ``LAST_ROWS``, ``SUMS``). ``raw``: int8
-        (bytes,)."""
+        """Return the final sums for the bytes ``raw``, int8 (bytes,), as int32 (at most
+        ``LAST_ROWS``, ``SUMS``)."""
         import torch
 
         level = 0
@@ -99,7 +100,8 @@ class _DeviceDigester:
         return torch.cat(sums)
 
     def _level_keys(self, level: int) -> tuple[Tensor, Tensor]:
-        """Return the keys of a level, (``ROW_BYTES``, ``SUMS``), as int8 and as float32."""
+        """Return the keys for a level of hashing, (``ROW_BYTES``, ``SUMS``), once as int8 and once
+        as float32."""
         import torch
 
         while len(self._keys) <= level:
@@ -112,10 +114,10 @@ class _DeviceDigester:
         return self._keys[level]
 
     def _prefers_int8(self) -> bool:
-        """Return whether products of int8 matrices are available, exact and faster than products of
-        floats.
+        """Return whether int8 matrix products are available, exact and faster than float products.
 
-        Older CPUs saturate. Both products give the same digests.
+        They are not exact on older CPUs, which saturate. If they are exact, both products give the
+        same digests.
         """
         import torch
 
@@ -149,7 +151,7 @@ def _float_product(rows: Tensor, _: Tensor, keys: Tensor) -> Tensor:
 
 
 def _best_time(work: Callable[[], object]) -> float:
-    """Return the shortest time of some runs, in seconds."""
+    """Run ``work`` several times; return the shortest time in seconds."""
     best = float("inf")
     for _ in range(5):
         begin = time.perf_counter()
@@ -159,14 +161,14 @@ def _best_time(work: Callable[[], object]) -> float:
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the digest of each tensor, by name."""
+    """Return the digest of each tensor by name."""
     digester = TensorDigester()
     return {name: digester.digest(tensor) for name, tensor in tensors.items()}
 
 
 def joint_digest(digests: Mapping[str, str]) -> str:
-    """Return one digest for several digests by name, independent of their order, as 32 hex
-    digits."""
+    """Combine named digests into one digest of 32 hex digits, which does not depend on their
+    order."""
     joint = hashlib.blake2b(digest_size=_SIZE)
     for name, digest in sorted(digests.items()):
         joint.update(f"{len(name.encode())}:{name}={digest};".encode())

@@ -1,4 +1,5 @@
-"""Standard output that survives the loss of its terminal: further text is dropped."""
+"""Standard output that survives the loss of its terminal. Text that is written afterwards is
+dropped."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from typing import Any, TextIO, cast
 class Terminal:
     """State of the standard streams.
 
-    ``lost`` is the reason why one of them was lost; "" if none was.
+    ``lost`` is the reason why one of the streams was lost; "" if none was lost.
     """
 
     def __init__(self) -> None:
@@ -21,15 +22,15 @@ class Terminal:
         self._note: Callable[[str], None] | None = None
 
     def on_loss(self, note: Callable[[str], None]) -> None:
-        """Call ``note`` with the reason when a stream is lost, or immediately if one is lost
-        already."""
+        """Call ``note`` with the reason when a stream is lost, or immediately if one is already
+        lost."""
         self._note = note
         if self.lost:
             note(self.lost)
 
     def lose(self, name: str, error: Exception) -> None:
-        """Record that the stream ``name`` cannot be written to any more. Only the first loss
-        counts."""
+        """Record that the stream ``name`` cannot be written any more. Only the first loss is
+        recorded."""
         if self.lost:
             return
         number = error.errno if isinstance(error, OSError) else errno.EBADF
@@ -70,8 +71,8 @@ class _GuardedStream:
 
     def _lose(self, error: Exception) -> None:
         self._open = False
-        # Buffered text must go somewhere, or else the flush at exit fails and changes the exit
-        # code.
+        # Redirect the stream to the null device. Otherwise flushing the buffered text at exit would
+        # fail and change the exit code.
         with contextlib.suppress(OSError, ValueError):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
@@ -84,11 +85,11 @@ class _GuardedStream:
 
 @contextlib.contextmanager
 def guard_output() -> Iterator[Terminal]:
-    """Redirect stdout and stderr in the block to streams that can fail without an error (closed
-    pipe, full disk, lost terminal).
+    """Context manager that replaces stdout and stderr by streams whose failure (closed pipe, full
+    disk, lost terminal) does not raise an error.
 
-    A standard stream that is closed from the start is replaced by the null device. The original
-    streams are restored at the end.
+    A standard stream that was already closed is replaced by the null device. The original streams
+    are restored at the end.
     """
     terminal = Terminal()
     before = sys.stdout, sys.stderr
@@ -104,10 +105,10 @@ def guard_output() -> Iterator[Terminal]:
 
 
 def _null_stream(name: str, terminal: Terminal) -> TextIO:
-    """Return a stream on the null device in place of a closed one.
+    """Return a stream to the null device that replaces a closed standard stream.
 
-    It takes over the file descriptor of the closed stream if that is free; otherwise another file
-    could get that number, and child processes would write to it.
+    It uses the closed stream's file descriptor if that number is free. Otherwise another file might
+    get that number, and child processes would write to it.
     """
     number = 1 if name == "stdout" else 2
     null = os.open(os.devnull, os.O_WRONLY)

@@ -1,4 +1,4 @@
-"""Text helpers: shortening, escaping for terminals, parsing of shell quotes, and suggestions for
+"""String helpers: shortening, escaping for terminals, parsing of shell quotes, and suggestions for
 misspelled names."""
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def escape_controls(text: str, *, colours: bool = True) -> str:
-    """Return a text with its control characters made visible, so that its author cannot control the
-    terminal.
+    """Return ``text`` with its control characters replaced by visible ones, so that its author
+    cannot control the terminal.
 
-    colours: replace escape sequences of colours like other control characters; False removes them.
+    colours: whether to make colour escape sequences visible like other control characters. If
+    False, they are removed.
     """
     return "".join(map(_escape_control, text if colours else _COLOURS.sub("", text)))
 
@@ -28,8 +29,8 @@ def _escape_control(char: str) -> str:
 
 
 def shorten(text: str, max_chars: int) -> str:
-    """Return a text of at most ``max_chars`` characters, with the middle cut out; two thirds of the
-    rest are its start."""
+    """Return ``text`` shortened to at most ``max_chars`` characters by omitting its middle. Two
+    thirds of what remains are from its start."""
     if len(text) <= max_chars:
         return text
     mark = "..."
@@ -41,8 +42,8 @@ def shorten(text: str, max_chars: int) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if the message is empty; at most 200
-    characters."""
+    """Return the first line of an error's message, or the error's type if the message is empty,
+    truncated to 200 characters."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
@@ -51,8 +52,8 @@ _MAX_KNOWN_NAMES = 20
 
 
 def suggest_names(name: str, known: Sequence[str]) -> str:
-    """Return the end of a sentence about an unknown name: a similar known name, and the first 20
-    known names."""
+    """Return a suffix for an error message about the unknown ``name``: the most similar known name
+    and the first 20 known names."""
     close = difflib.get_close_matches(name[:100], known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     more = f", and {len(known) - _MAX_KNOWN_NAMES} more" if len(known) > _MAX_KNOWN_NAMES else ""
@@ -60,10 +61,10 @@ def suggest_names(name: str, known: Sequence[str]) -> str:
 
 
 def quote_states(text: str) -> Iterator[tuple[str, str, bool]]:
-    """Yield (character, open quote, escapes) for each character of a text.
+    """Yield (character, open quote, escapes) for each character of a shell command.
 
-    The open quote is the quote character after this character, "" outside of quotes; ``escapes`` is
-    whether the character is a backslash that escapes the next one.
+    The open quote is the quote character that is in effect after this character, or "" outside of
+    quotes. ``escapes`` is True for a backslash that escapes the next character.
     """
     quote = ""
     escaped = False

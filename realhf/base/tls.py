@@ -1,4 +1,4 @@
-"""Verification of server certificates by HTTP clients, and certificates embedded in URLs."""
+"""Verification of server certificates in HTTP clients, and certificates embedded in URLs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 NO_CHECK_TIME = ssl.VerifyFlags(0x200000)
-"""OpenSSL flag X509_V_FLAG_NO_CHECK_TIME, which ignores validity periods: a certificate of a run is
-valid for that run, even if the clock of a host is wrong."""
+"""OpenSSL flag X509_V_FLAG_NO_CHECK_TIME, which turns off the check of validity periods. A run's
+certificate is valid for that run even if a host's clock is wrong."""
 
 
 def context_trusting(ca_file: str) -> ssl.SSLContext:
-    """Return a TLS context that trusts the certificates in a PEM file (authorities or the server's
-    own) and checks the server's name.
+    """Return a TLS context that trusts the certificates in a PEM file (of authorities or of the
+    server itself) and checks the server's name.
 
     Raises ValueError that names the file.
     """
@@ -27,19 +27,19 @@ def context_trusting(ca_file: str) -> ssl.SSLContext:
 
 
 def embed_certificate(url: str, certificate: str) -> str:
-    """Return an https URL with the server's certificate (PEM) in its fragment, which is never sent;
-    other URLs are returned unchanged."""
+    """Add the server's certificate (PEM) to an https URL as its fragment, which clients never send.
+    Return other URLs unchanged."""
     if not url.startswith("https://"):
         return url
     return f"{url}#{base64.urlsafe_b64encode(ssl.PEM_cert_to_DER_cert(certificate)).decode()}"
 
 
 def split_certificate(url: str) -> tuple[str, ssl.SSLContext | None]:
-    """Split a URL into (URL without certificate, TLS context that accepts only the certificate of
-    its fragment).
+    """Split a URL into (URL without certificate, TLS context that accepts only the certificate in
+    the URL's fragment).
 
-    The context is None if there is no certificate. It ignores the server's name and the validity
-    period. Raises ValueError for an invalid certificate.
+    The context is None if there is no certificate. It does not check the server's name and the
+    validity period. Raises ValueError for an invalid certificate.
     """
     address, mark, encoded = url.partition("#")
     if not mark:
@@ -56,8 +56,8 @@ def split_certificate(url: str) -> tuple[str, ssl.SSLContext | None]:
 
 @contextmanager
 def in_memory_file(pem: str) -> Iterator[str]:
-    """Yield a path from which this process can read a certificate and its key, which are kept in
-    memory and not on disk."""
+    """Context manager that yields a path from which this process can read the certificate and key
+    ``pem``. They are kept in memory, not on disk."""
     descriptor = os.memfd_create("certificate", os.MFD_CLOEXEC)
     with os.fdopen(descriptor, "w", encoding="ascii") as file:
         file.write(pem)

@@ -512,10 +512,10 @@ RESTARTABLE = ("rollout_worker", "generation", "env")
 ONE_OF_SEVERAL = ("rollout_worker", "generation")
 """Kinds of which the remaining workers take over the work of a missing one."""
 MAX_ERRORS = 3
-"""Number of errors of a worker after which it is not restarted."""
+"""Maximum number of errors after which a worker is still restarted."""
 MAX_QUICK_DEATHS = 3
-"""Number of successive deaths within ``QUICK_DEATH_S`` of the start after which a worker is not
-restarted."""
+"""Maximum number of successive deaths within ``QUICK_DEATH_S`` of the start after which a worker is
+still restarted."""
 QUICK_DEATH_S = 10.0
 """Lifetime in seconds below which a death counts as quick."""
 EXIT_AFTER_LEAVING_S = 30.0
@@ -543,10 +543,10 @@ class KillOrder:
 class WorkerSupervisor:
     """State of a run's worker processes, and the policy for restarting them.
 
-    If ``replaces``, as in asynchronous runs, workers are restarted. A worker is given up after
-    ``MAX_ERRORS`` errors of its own, or after ``MAX_QUICK_DEATHS`` successive deaths within
-    ``QUICK_DEATH_S`` seconds of its start; other kills are not counted. ``join_s`` is the time in
-    seconds within which a worker must register with the master.
+    If ``replaces``, as in asynchronous runs, workers are restarted. A worker is given up after more
+    than ``MAX_ERRORS`` errors of its own, or after more than ``MAX_QUICK_DEATHS`` successive deaths
+    within ``QUICK_DEATH_S`` seconds of its start. Other kills are not counted. ``join_s`` is the
+    time in seconds within which a worker must register with the master.
     """
 
     def __init__(self, *, replaces: bool = True, join_s: float = 240.0) -> None:
