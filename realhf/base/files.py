@@ -130,7 +130,7 @@ class RunFolderError(RuntimeError):
 def convert_run_folder_errors(folder: Path) -> Iterator[None]:
     """Context manager that converts OSErrors about files in ``folder`` to RunFolderError.
 
-    Disk errors (such as a full disk) are not converted, because they are reported elsewhere.
+    Errors of a full disk are not converted, because they are reported elsewhere.
     """
     try:
         yield

@@ -61,7 +61,7 @@ def suggest_names(name: str, known: Sequence[str]) -> str:
 
 
 def quote_states(text: str) -> Iterator[tuple[str, str, bool]]:
-    """Yield (character, open quote, escapes) for each character of a shell command.
+    """Yield (character, open quote, escapes) for each character of a string with shell quoting.
 
     The open quote is the quote character that is in effect after this character, or "" outside of
     quotes. ``escapes`` is True for a backslash that escapes the next character.

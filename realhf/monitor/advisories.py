@@ -1,4 +1,4 @@
-"""Evaluation of all advisory rules on a run, from its metrics or from its folder."""
+"""Evaluation of all advisory rules for a run, given its metrics or its folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from realhf.monitor.rollouts.reader import RolloutRow, RolloutStore
 OPTION = re.compile(
     r"\b(?:ppo|actor|critic|env|gen|rollout|async_rl|evaluation)\.[a-z_]\w*(?:\.[a-z]\w*)*"
 )
-"""An option in the text of an advice."""
+"""Pattern of an option's name in the text of an advice."""
 
 
 def advise(
@@ -26,12 +26,13 @@ def advise(
     staleness_bound: float | None = None,
     effective: Collection[str] | None = None,
 ) -> list[Advisory]:
-    """Return the advisories for a run, the most severe first, then by step.
+    """Return the advisories for a run, sorted by severity (the most severe first), then by step.
 
-    rows: as from ``read_metrics``, in order. index: lines of rollouts (``template``, ``failure``,
-    ``step``). evaluations: reports with the number of completed steps. staleness_bound: by the
-    run's options. effective: options that have an effect in the run, if known; others in an advice
-    are marked as idle. Values that are not numbers are ignored.
+    rows: metric rows in order, as from ``read_metrics``. index: index lines of rollouts
+    (``template``, ``failure``, ``step``). evaluations: (number of completed steps, report) pairs.
+    staleness_bound: maximum staleness that the run's options allow. effective: options that have an
+    effect in the run, if known; an advice notes which of its other options have no effect. Values
+    that are not numbers are ignored.
     """
     evidence = RunEvidence(
         rows, index, sorted(evaluations, key=lambda pair: pair[0]), staleness_bound
@@ -46,8 +47,8 @@ def advise(
 
 
 def _note_idle_options(advisory: Advisory, effective: Collection[str] | None) -> Advisory:
-    """Append to the advice which of its options have no effect in this run, since rules serve all
-    algorithms."""
+    """Append a note to the advice that lists its options without effect in this run. Rules are
+    written for all algorithms, so an advice may name such options."""
     idle = (
         [name for name in OPTION.findall(advisory.advice) if name not in effective]
         if effective
@@ -66,7 +67,7 @@ def advise_run(
     evaluations: Sequence[tuple[int, Mapping[str, Any]]],
     effective: Collection[str] | None,
 ) -> list[Advisory]:
-    """Return the advisories for the run in a folder, as ``advise`` does. The folder may contain no
+    """Return the advisories for the run in a folder, like ``advise``. The folder may contain no
     rollouts."""
     store = RolloutStore(run_dir)
     store.refresh()
@@ -84,8 +85,8 @@ def advise_run(
 
 
 def index_rollouts(rollouts: Iterable[RolloutRow]) -> list[dict[str, Any]]:
-    """Return the fields of rollouts that rules use, one entry per rollout however many
-    conversations it had."""
+    """Return the fields that rules use, one entry for each rollout. Further conversations of a
+    rollout get no entries."""
     return [
         {
             "template": row.play.template or row.play.task,

@@ -17,11 +17,12 @@ WARNING = "warning"
 CRITICAL = "critical"
 SEVERITIES = (CRITICAL, WARNING, INFO)
 RECENT = 5
-"""Number of last steps whose average is the current state of a run."""
+"""Number of last steps whose average counts as the current state of a run."""
 MIN_STEPS = 10
-"""Number of steps from which a run is compared with its beginning."""
+"""Minimum number of steps of a run before it is compared with its beginning."""
 LASTING_STEPS = 3
-"""Number of steps for which a condition must hold, since it may hold by chance in a single one."""
+"""Number of steps for which a condition must hold, because it may hold by chance in a single
+step."""
 
 
 @dataclass(frozen=True)
@@ -32,27 +33,28 @@ class Advisory:
     severity: str
     """One of ``SEVERITIES``."""
     text: str
-    """Description of the problem in a sentence, with numbers."""
+    """Description of the problem in one sentence, with numbers."""
     since: int
-    """Step since which the problem exists."""
+    """Step since which the problem has existed."""
     advice: str
-    """What the user may do, with the options."""
+    """What the user can do, with the names of options."""
     filter: RolloutFilter = field(default_factory=dict)
-    """Filter of the viewer's table for the rollouts that show the problem; {} if none do."""
+    """Filter with which the viewer's table shows the rollouts that demonstrate the problem; {} if
+    there are none."""
 
 
 @dataclass(frozen=True)
 class RunEvidence:
-    """Input of the rules."""
+    """Data of a run that the rules evaluate."""
 
     rows: Sequence[MetricRow]
     """Metrics of the steps, in order."""
     index: Sequence[Mapping[str, Any]] = ()
     """Index lines of rollouts: ``template``, ``group``, ``failure``, ``step``, ``split``."""
     evaluations: Sequence[tuple[int, Mapping[str, Any]]] = ()
-    """Evaluation reports with the number of completed steps, in order."""
+    """(number of completed steps, evaluation report) pairs, in order."""
     staleness_bound: float | None = None
-    """Maximum staleness by the run's options; None without one."""
+    """Maximum staleness that the run's options allow; None if there is no limit."""
 
     @property
     def recent(self) -> Sequence[MetricRow]:
@@ -61,14 +63,14 @@ class RunEvidence:
 
     @property
     def early(self) -> Sequence[MetricRow]:
-        """The first ``RECENT`` steps; none of a run with fewer than ``MIN_STEPS``."""
+        """The first ``RECENT`` steps; empty for a run with fewer than ``MIN_STEPS`` steps."""
         return self.rows[:RECENT] if len(self.rows) >= MIN_STEPS else ()
 
 
 Rule = Callable[[RunEvidence], Iterator[Advisory]]
-"""Yields the problems that one rule finds."""
+"""Function that yields the problems that a rule finds in a run."""
 Condition = Callable[[MetricRow], bool | None]
-"""Whether a condition holds in a step; None if the step lacks the metric."""
+"""Function that returns whether a condition holds in a step; None if the step lacks the metric."""
 
 
 def read_number(row: MetricRow, name: str) -> float | None:
@@ -79,7 +81,7 @@ def read_number(row: MetricRow, name: str) -> float | None:
         return None
     try:
         return float(value)
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer that is too large for a float
         return math.inf if value > 0 else -math.inf
 
 
@@ -90,19 +92,19 @@ def finite_values(rows: Sequence[MetricRow], name: str) -> list[float]:
 
 
 def mean(rows: Sequence[MetricRow], name: str) -> float | None:
-    """Return the mean of the finite values of a metric; None without one."""
+    """Return the mean of a metric's finite values; None if there are none."""
     values = finite_values(rows, name)
     return statistics.fmean(values) if values else None
 
 
 def median(rows: Sequence[MetricRow], name: str) -> float | None:
-    """Return the median of the finite values of a metric; None without one."""
+    """Return the median of a metric's finite values; None if there are none."""
     values = finite_values(rows, name)
     return statistics.median(values) if values else None
 
 
 def step_of(row: MetricRow) -> int:
-    """Return the step of a row; 0 if it has none."""
+    """Return the step number of a row; 0 if it has none."""
     step = read_number(row, "step")
     return int(step) if step is not None and math.isfinite(step) else 0
 
@@ -110,10 +112,10 @@ def step_of(row: MetricRow) -> int:
 def find_start(
     rows: Sequence[MetricRow], holds: Condition, min_steps: int = LASTING_STEPS
 ) -> int | None:
-    """Return the step since which a condition holds without interruption up to the end.
+    """Return the step since which a condition has held without interruption until the last step.
 
-    None if it does not hold at the end, or has held for fewer than ``min_steps`` steps. Rows for which
-    ``holds`` returns None are skipped.
+    The result is None if the condition does not hold in the last step, or has held for fewer than
+    ``min_steps`` steps. Rows for which ``holds`` returns None are skipped.
     """
     since = 0
     count = 0
@@ -129,22 +131,23 @@ def find_start(
 
 
 def is_above(name: str, limit: float) -> Condition:
-    """Build the condition that a metric is above a limit."""
+    """Return the condition that a metric is above a limit."""
     return lambda row: None if (value := read_number(row, name)) is None else value > limit
 
 
 def is_below(name: str, limit: float) -> Condition:
-    """Build the condition that a metric is below a limit."""
+    """Return the condition that a metric is below a limit."""
     return lambda row: None if (value := read_number(row, name)) is None else value < limit
 
 
 def equals_value(name: str, expected: float) -> Condition:
-    """Build the condition that a metric has this value."""
+    """Return the condition that a metric equals a value."""
     return lambda row: None if (value := read_number(row, name)) is None else value == expected
 
 
 def hold_all(*conditions: Condition) -> Condition:
-    """Build the condition that all of these hold; it is None where one of them is None."""
+    """Return the condition that all of the given conditions hold. It is None in steps where one of
+    them is None."""
 
     def holds(row: MetricRow) -> bool | None:
         results = [condition(row) for condition in conditions]
@@ -154,8 +157,8 @@ def hold_all(*conditions: Condition) -> Condition:
 
 
 def _find_start_or_recent(run: RunEvidence, holds: Condition) -> int:
-    """Return the step since which a condition holds; the first of the recent steps if it does not
-    hold now."""
+    """Return the step since which a condition has held; if it does not hold now, the first of the
+    recent steps."""
     return find_start(run.rows, holds, 1) or step_of(run.recent[0])
 
 
@@ -170,11 +173,12 @@ def _condition_rule(
     min_steps: int = LASTING_STEPS,
     **metrics: str,
 ) -> Rule:
-    """Build the rule that reports a condition which has held for ``min_steps`` steps up to the end.
+    """Build a rule that reports a condition if it has held for the last ``min_steps`` steps.
 
-    text: may contain ``{since}`` and the keys of ``metrics``. metrics: metric by key, of which the
-    mean over the recent steps is inserted. shown_by: filter of the training rollouts from ``since``
-    on that show the problem.
+    text: description, which may contain ``{since}`` and the keys of ``metrics`` as placeholders.
+    metrics: name of the metric whose mean over the recent steps replaces each key. shown_by: filter
+    for the rollouts that demonstrate the problem; training rollouts since the step ``since`` are
+    selected in addition.
     """
 
     def rule(run: RunEvidence) -> Iterator[Advisory]:
@@ -194,14 +198,14 @@ GROUPS_METRIC = "groups/total"
 SUCCESS_METRIC = "success/overall"
 SPREAD_METRIC = "reward/std"
 MIN_SIGNAL_FRACTION = 0.2
-"""Fraction of groups with an advantage below which a warning is given."""
+"""A warning is given if the fraction of groups with a nonzero advantage is below this."""
 MAX_TRUNCATED_FRACTION = 0.2
-"""Fraction of truncated sequences above which a warning is given."""
+"""A warning is given if the fraction of truncated sequences is above this."""
 MAX_OUT_OF_TURNS_FRACTION = 0.5
-"""The same of episodes that the limit of turns ends; it is high because a failing policy uses all
-its turns."""
+"""A warning is given if the fraction of episodes ended by the limit of turns is above this. The
+limit is high because a failing policy uses all its turns."""
 UNSURE_SUCCESS = 0.5
-"""An evaluation without success has too few episodes for a verdict if its interval reaches this
+"""An evaluation without any success has too few episodes for a warning if its interval reaches this
 success rate."""
 TURNS_ADVICE = (
     "Raise rollout.max_turns, with room for the tokens of these turns (rollout.max_total_tokens), "
@@ -209,19 +213,22 @@ TURNS_ADVICE = (
     "take fewer. Read some of them first: a policy that repeats itself is not helped by more turns."
 )
 LENGTH_CHANGE_FACTOR = 2.0
-"""Factor of change from which a length counts as exploding or collapsing."""
+"""Factor by which a length must have changed to count as exploding or collapsing."""
 FAILING_GROUP_SUCCESS = 0.05
-"""Success below which a group counts as failing, if all groups together have four times as much."""
+"""Success rate below which a group counts as failing, if the rate of all groups together is at
+least four times as high."""
 LATE_EVALUATION_FACTOR = 2.0
-"""An evaluation is late after this many times the longest interval between earlier ones."""
+"""An evaluation is late if the steps since the last one exceed this factor times the longest
+earlier interval."""
 WAYS = ("sampled", "greedy")
-"""Sampling methods of evaluations, which are never compared with each other."""
+"""Sampling methods of evaluations. Results of different methods are never compared."""
 STEPS_WITHOUT_EVALUATION = 50
-"""Number of steps after which a run needs an evaluation in addition to the one before training."""
+"""Number of steps after which a run should have an evaluation in addition to the one before
+training."""
 
 
 def check_group_signal(run: RunEvidence) -> Iterator[Advisory]:
-    """Most groups have no signal."""
+    """Warn if most groups have no learning signal."""
     signal = finite_values(run.recent, SIGNAL_METRIC)
     groups = finite_values(run.recent, GROUPS_METRIC)
     if (
@@ -244,7 +251,7 @@ def check_group_signal(run: RunEvidence) -> Iterator[Advisory]:
 
 
 def check_length(run: RunEvidence) -> Iterator[Advisory]:
-    """Answers have become much longer or much shorter."""
+    """Warn if sequences have become much longer or much shorter."""
     before = mean(run.early, "length/mean")
     now = mean(run.recent, "length/mean")
     if (
@@ -270,7 +277,7 @@ def check_length(run: RunEvidence) -> Iterator[Advisory]:
 
 
 def check_groups(run: RunEvidence) -> Iterator[Advisory]:
-    """One group of tasks fails while others succeed."""
+    """Warn if one group of tasks fails while others succeed."""
     overall = mean(run.recent, SUCCESS_METRIC)
     if overall is None or overall < 4 * FAILING_GROUP_SUCCESS:
         return
@@ -300,7 +307,7 @@ def check_groups(run: RunEvidence) -> Iterator[Advisory]:
 
 
 def check_evaluation_age(run: RunEvidence) -> Iterator[Advisory]:
-    """The last evaluation is old."""
+    """Warn if the last evaluation is old."""
     if not run.rows or not run.evaluations:
         return
     steps = [step for step, _ in run.evaluations]
@@ -321,8 +328,8 @@ def check_evaluation_age(run: RunEvidence) -> Iterator[Advisory]:
 
 
 def check_held_out_trend(run: RunEvidence) -> Iterator[Advisory]:
-    """Held-out success falls below the interval of its best, while the training reward has
-    risen."""
+    """Warn if held-out success has fallen below the interval of its best value while the training
+    reward has risen."""
     way, points = _held_out_evaluations(run)
     if len(points) < 2:
         return
@@ -352,7 +359,8 @@ def check_held_out_trend(run: RunEvidence) -> Iterator[Advisory]:
 
 
 def check_held_out_success(run: RunEvidence) -> Iterator[Advisory]:
-    """No episode of the last evaluation succeeded, and there were enough episodes for a verdict."""
+    """Warn if no episode of the last evaluation succeeded, provided that there were enough
+    episodes."""
     way, points = _held_out_evaluations(run)
     if not points:
         return
@@ -376,7 +384,7 @@ def check_held_out_success(run: RunEvidence) -> Iterator[Advisory]:
 
 
 def check_held_out_turns(run: RunEvidence) -> Iterator[Advisory]:
-    """The limit of turns ended most episodes of the last evaluation."""
+    """Warn if the limit of turns ended most episodes of the last evaluation."""
     way, points = _held_out_evaluations(run)
     if not points:
         return
@@ -398,8 +406,8 @@ def check_held_out_turns(run: RunEvidence) -> Iterator[Advisory]:
 
 
 def _held_out_evaluations(run: RunEvidence) -> tuple[str, list[tuple[int, dict[str, float]]]]:
-    """Return the sampling method that represents the run, and its evaluations as (step, results of
-    all groups)."""
+    """Return (sampling method that represents the run, its evaluations). An evaluation is (step,
+    results of all groups together)."""
     way = next(
         (way for way in WAYS if any(_read_overall(report, way) for _, report in run.evaluations)),
         WAYS[0],
@@ -420,7 +428,7 @@ def _of_episodes(entry: Mapping[str, float]) -> str:
 
 
 def _read_overall(report: Mapping[str, Any], way: str) -> dict[str, float] | None:
-    """Return the results of all groups together for one sampling method; None if they are
+    """Return the results of all groups together for the sampling method ``way``; None if they are
     incomplete."""
     groups = report.get(way)
     entry = groups.get("overall") if isinstance(groups, Mapping) else None
@@ -433,33 +441,34 @@ def _read_overall(report: Mapping[str, Any], way: str) -> dict[str, float] | Non
 
 _REQUIRED_FIELDS = ("success", "low", "high")
 _OPTIONAL_FIELDS = ("episodes", "out_of_turns")
-"""Fields that reports of earlier versions may lack."""
+"""Fields that may be missing in reports of earlier versions."""
 
 
 COLLAPSED_ENTROPY_FRACTION = 0.2
-"""Fraction of its initial value below which entropy counts as collapsed."""
+"""Entropy counts as collapsed below this fraction of its initial value."""
 LARGE_KL = 1.0
-"""KL from the reference, in nats per token, from which the policy counts as another one."""
+"""KL divergence from the reference, in nats per token, from which the policy counts as a different
+one."""
 KL_GROWTH_FACTOR = 10.0
-"""Factor of growth of that KL from which a warning is given, ..."""
+"""A warning is given if that KL divergence has grown by this factor ..."""
 MIN_GROWING_KL = 0.1
-"""... if it is above this."""
+"""... and is above this value."""
 HARMFUL_MISMATCH = 0.01
-"""KL between engine and trainer, in nats per token, from which it harms training."""
+"""KL divergence between engine and trainer, in nats per token, from which it harms training."""
 MISMATCH_GROWTH_FACTOR = 3.0
-"""Factor of its growth from which a warning is given."""
+"""A warning is given if that KL divergence has grown by this factor."""
 NORM_SPIKE_FACTOR = 10.0
-"""Ratio to the median from which a gradient norm counts as a spike."""
+"""A gradient norm counts as a spike from this multiple of the median on."""
 MAX_CLIPPED_FRACTION = 0.3
-"""Fraction of clipped tokens above which a warning is given."""
+"""A warning is given if the fraction of clipped tokens is above this."""
 MAX_RATIO = 10.0
-"""Ratio of new to old probability above which a warning is given."""
+"""A warning is given if a ratio of new to old probability is above this."""
 NORM_METRIC = "policy/grad_norm"
 SKIPPED_METRIC = "policy/skipped"
 
 
 def check_entropy(run: RunEvidence) -> Iterator[Advisory]:
-    """The entropy of the policy has collapsed."""
+    """Warn if the policy's entropy has collapsed."""
     before = mean(run.early, "policy/entropy")
     now = mean(run.recent, "policy/entropy")
     if before is None or now is None or before <= 0 or now >= COLLAPSED_ENTROPY_FRACTION * before:
@@ -479,7 +488,7 @@ def check_entropy(run: RunEvidence) -> Iterator[Advisory]:
 
 
 def check_kl(run: RunEvidence) -> Iterator[Advisory]:
-    """The policy leaves its reference."""
+    """Warn if the policy moves away from its reference."""
     before = mean(run.early, "policy/kl_ref")
     now = mean(run.recent, "policy/kl_ref")
     if now is None or not (
@@ -503,7 +512,8 @@ def check_kl(run: RunEvidence) -> Iterator[Advisory]:
 
 
 def check_mismatch(run: RunEvidence) -> Iterator[Advisory]:
-    """Engine and trainer disagree more and more about the same tokens."""
+    """Warn if engine and trainer disagree more and more about the probabilities of the same
+    tokens."""
     before = mean(run.early, "mismatch/kl")
     now = mean(run.recent, "mismatch/kl")
     if (
@@ -532,7 +542,7 @@ def check_mismatch(run: RunEvidence) -> Iterator[Advisory]:
 
 
 def check_gradient_norm(run: RunEvidence) -> Iterator[Advisory]:
-    """A recent gradient is far larger than usual."""
+    """Warn if a recent gradient is far larger than usual."""
     usual = median(run.rows[:-RECENT], NORM_METRIC) if run.early else None
     if not usual:
         return
@@ -556,7 +566,7 @@ def _finite_norm(row: MetricRow) -> float:
 
 
 def check_finite_updates(run: RunEvidence) -> Iterator[Advisory]:
-    """Updates were skipped, or their loss or gradient norm is not finite."""
+    """Warn if updates were skipped, or if their loss or gradient norm is not finite."""
     for call, title in (("policy", "policy"), ("critic", "critic")):
         bad = [row for row in run.rows if _is_bad(row, call)]
         if bad:
@@ -582,7 +592,7 @@ def _is_bad(row: MetricRow, call: str) -> bool:
 
 
 def check_ratio(run: RunEvidence) -> Iterator[Advisory]:
-    """Single tokens have become far likelier than they were when sampled."""
+    """Warn if single tokens have become far more likely than they were when they were sampled."""
     since = find_start(run.rows, is_above("policy/ratio_max", MAX_RATIO))
     if since is not None:
         largest = max(
@@ -605,29 +615,29 @@ SPEED_METRIC = "throughput/tokens_per_second"
 GENERATION_METRIC = "generation/occupancy"
 TRAINING_METRIC = "training/occupancy"
 MAX_FAILURE_FRACTION = 0.2
-"""Fraction of failed rollouts above which a warning is given in any case, ..."""
+"""A warning is given if the fraction of failed rollouts is above this ..."""
 RISING_FAILURE_FRACTION = 0.05
-"""... or above this one, ..."""
+"""... or if it is above this ..."""
 FAILURE_RISE_FACTOR = 2.0
-"""... if it has risen by this factor."""
+"""... and has risen by this factor."""
 FAILING_TASK_FRACTION = 0.5
-"""Fraction of failed rollouts from which a task counts as failing, ..."""
+"""A task counts as failing if at least this fraction of its rollouts has failed ..."""
 MIN_TASK_ATTEMPTS = 6
-"""... if it had at least this many."""
+"""... and it had at least this number of rollouts."""
 MAX_TASKS = 5
-"""Maximum number of tasks that are named."""
+"""Maximum number of tasks to name in a message."""
 IDLE_OCCUPANCY = 0.3
-"""Occupancy below which a part counts as idle."""
+"""Occupancy below which a part of the run counts as idle."""
 BUSY_OCCUPANCY = 0.9
-"""Occupancy above which a part counts as busy."""
+"""Occupancy above which a part of the run counts as busy."""
 SLOW_THROUGHPUT_FRACTION = 0.5
-"""Fraction of the earlier throughput below which a run counts as slowed down."""
+"""A run counts as slowed down below this fraction of its earlier throughput."""
 MAX_DISCARDED_FRACTION = 0.2
-"""Fraction of discarded samples above which a warning is given."""
+"""A warning is given if the fraction of discarded samples is above this."""
 
 
 def check_failure_rate(run: RunEvidence) -> Iterator[Advisory]:
-    """Many rollouts fail, or more than before."""
+    """Warn if many rollouts fail, or considerably more than before."""
     now = _failed_share(run.recent)
     before = _failed_share(run.early)
     if now is None or not (
@@ -662,7 +672,7 @@ def _failed_share(rows: Sequence[MetricRow]) -> float | None:
 
 
 def check_failing_tasks(run: RunEvidence) -> Iterator[Advisory]:
-    """The environment fails at particular tasks."""
+    """Warn if the environment fails at particular tasks."""
     played: Counter[str] = Counter()
     failed: Counter[str] = Counter()
     first: dict[str, int] = {}
@@ -695,7 +705,7 @@ def check_failing_tasks(run: RunEvidence) -> Iterator[Advisory]:
 
 
 def check_staleness(run: RunEvidence) -> Iterator[Advisory]:
-    """Almost all samples are as stale as the bound allows."""
+    """Warn if almost all samples are as stale as the options allow."""
     bound = run.staleness_bound
     if not bound or bound <= 0:
         return
@@ -715,7 +725,7 @@ def check_staleness(run: RunEvidence) -> Iterator[Advisory]:
 
 
 def check_throughput(run: RunEvidence) -> Iterator[Advisory]:
-    """Throughput has halved."""
+    """Warn if the throughput has halved."""
     before = (
         median(run.rows[: max(RECENT, len(run.rows) // 2)], SPEED_METRIC) if run.early else None
     )
@@ -741,7 +751,7 @@ def check_throughput(run: RunEvidence) -> Iterator[Advisory]:
 
 
 def check_discarded_samples(run: RunEvidence) -> Iterator[Advisory]:
-    """Many played samples are discarded."""
+    """Warn if many played samples are discarded."""
     if not run.rows:
         return
     last = run.rows[-1]
@@ -769,7 +779,7 @@ def check_discarded_samples(run: RunEvidence) -> Iterator[Advisory]:
 
 
 def check_updates(run: RunEvidence) -> Iterator[Advisory]:
-    """Train steps make no update of the policy although groups have a signal."""
+    """Warn if train steps do not update the policy although groups have a learning signal."""
     since = find_start(
         run.rows, hold_all(equals_value("policy/updates", 0.0), is_above("groups/with_signal", 0.0))
     )
@@ -784,7 +794,8 @@ def check_updates(run: RunEvidence) -> Iterator[Advisory]:
 
 
 def _batch_waits(row: MetricRow) -> bool | None:
-    """Return whether a whole batch of finished samples is staged and no sample may be admitted."""
+    """Return whether a complete batch of finished samples is waiting and no further sample may be
+    admitted."""
     groups = read_number(row, GROUPS_METRIC) or 0.0
     staged = read_number(row, "admission/staged")
     return (

@@ -1,6 +1,6 @@
-"""Display of a running run: a live panel on a terminal, plain lines elsewhere.
+"""Display of a run in progress: a live panel on a terminal, lines of text elsewhere.
 
-For an asynchronous run both show staleness, occupancy, admission and failures, also between steps.
+For an asynchronous run, both show staleness, occupancy, admission and failures, even between steps.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _STEP_METRICS = {
 _SPEED = "throughput/tokens_per_second"
 _ROLLOUT_COLUMNS = 6
 _STEP_LINE_S = 2.0
-"""Minimum seconds between two lines about steps without a live panel."""
+"""Minimum seconds between two lines about steps, if there is no live panel."""
 _BETWEEN_LINE_S = 30.0
-"""Seconds without a line after which a display without a panel prints the progress of the current
-step."""
+"""Seconds without any line after which the progress of the current step is printed, if there is no
+live panel."""
 
 
 def make_display(title: str, *, live: bool, console: Console | None = None) -> Display:
-    """Return a live display if ``live`` is set and the console is a terminal, else one of plain
-    lines."""
+    """Return a live display if ``live`` is set and the console is a terminal, else a display that
+    prints lines."""
     console = console or Console()
     return LiveDisplay(console, title) if live and console.is_terminal else Display(console)
 
@@ -52,7 +52,7 @@ def make_display(title: str, *, live: bool, console: Console | None = None) -> D
 class Display:
     """Display of events (``realhf.monitor.events``) as lines of text.
 
-    Of quick steps it prints one every ``_STEP_LINE_S`` seconds and the last one.
+    If steps are quick, it prints only one every ``_STEP_LINE_S`` seconds and the last one.
     """
 
     def __init__(self, console: Console) -> None:
@@ -62,8 +62,7 @@ class Display:
         self._last_line = process_clock.now()
 
     def show(self, event: Mapping[str, Any]) -> None:
-        """Print a line for the event, unless it is of a kind that is printed at intervals and not
-        due."""
+        """Print a line for the event. Some kinds of events are printed only at intervals."""
         if event["kind"] == "phase":
             self.print_line(event["text"])
         elif event["kind"] == "warning":
@@ -82,10 +81,10 @@ class Display:
             self.print_line(step_line(event))
 
     def print_line(self, text: str) -> None:
-        """Print ``text`` after the seconds since the start."""
+        """Print ``text``, preceded by the seconds since the start."""
         self._last_line = process_clock.now()
         stamp = f"{time.monotonic() - self._began:7.1f} s  "
-        # may contain output of programs that the policy has written
+        # The text may contain output of programs that the policy has written.
         line = escape_controls(text, colours=False)
         self._console.print(Text(stamp, style="dim").append(line), soft_wrap=True)
 
@@ -94,7 +93,8 @@ class Display:
 
 
 class LiveDisplay(Display):
-    """Panel that is redrawn in place: progress, metrics, time split, and current calls."""
+    """Display as a panel that is redrawn in place. It shows progress, metrics, the division of
+    time, and the current calls."""
 
     def __init__(self, console: Console, title: str) -> None:
         super().__init__(console)
@@ -110,8 +110,8 @@ class LiveDisplay(Display):
         self._live.start()
 
     def show(self, event: Mapping[str, Any]) -> None:
-        """Update the panel by an event; warnings, evaluations and other kinds become lines above
-        it."""
+        """Update the panel with an event. Warnings, evaluations and some other kinds are printed as
+        lines above it."""
         if event["kind"] == "activity":
             self._activity = event
         elif event["kind"] == "phase":
@@ -191,7 +191,7 @@ class LiveDisplay(Display):
 
 
 def step_line(event: Mapping[str, Any]) -> str:
-    """Return the metrics of a step in one line."""
+    """Format the metrics of a step as one line."""
     metrics = event["metrics"]
     parts = [f"step {event['step']}/{event['total']}"]
     for name, label in _STEP_METRICS.items():
@@ -216,7 +216,7 @@ def step_line(event: Mapping[str, Any]) -> str:
 
 
 def rollouts_line(event: Mapping[str, Any]) -> str:
-    """Return the metrics of the rollouts between two steps in one line."""
+    """Format the rollout metrics between two steps as one line."""
     return "  ".join(
         [
             "rollouts:",
@@ -226,7 +226,7 @@ def rollouts_line(event: Mapping[str, Any]) -> str:
 
 
 def progress_line(event: Mapping[str, Any]) -> str:
-    """Return the progress of a call that plays episodes in one line."""
+    """Format the progress of a call that plays episodes as one line."""
     return f"{event['call']}: {event['over']} of {event['wanted']} episodes"
 
 
@@ -234,7 +234,7 @@ _BETWEEN = {"rollouts": rollouts_line, "progress": progress_line}
 
 
 def evaluation_line(event: Mapping[str, Any]) -> str:
-    """Return the held-out success of an evaluation in one line."""
+    """Format the held-out success of an evaluation as one line."""
     parts = [f"held-out, {event['when']}:"]
     for kind, entries in event["report"].items():
         shares = {
@@ -250,7 +250,7 @@ def evaluation_line(event: Mapping[str, Any]) -> str:
 
 
 def _rollout_tables(metrics: Mapping[str, Any]) -> list[Table]:
-    """Lay out the metrics of the rollouts in lines of ``_ROLLOUT_COLUMNS``."""
+    """Return tables of the rollout metrics, with up to ``_ROLLOUT_COLUMNS`` metrics in a row."""
     labels = rollout_labels(metrics)
     tables = []
     for start in range(0, len(labels), _ROLLOUT_COLUMNS):

@@ -1,4 +1,5 @@
-"""Events of the master for the launcher: one JSON map per line on the master's standard output.
+"""Events from the master to the launcher, written as one JSON object per line to the master's
+standard output.
 
 Kinds: ``endpoint`` {address, run_id}, ``phase`` {text}, ``activity`` {calls, resident, capacity},
 ``step`` {step, total, metrics}, ``evaluation`` {when, report}, ``progress`` {call, over, wanted} of
@@ -17,28 +18,28 @@ from typing import Any, TextIO
 
 
 class EventStream:
-    """Writer of events to a stream. Raises BrokenPipeError if the reader has ended."""
+    """Writer of events to a stream. Writing raises BrokenPipeError if the reader has ended."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     @staticmethod
     def on_stdout() -> EventStream:
-        """Reserve standard output for events; redirect other output to standard error from now
-        on."""
+        """Return a writer to standard output. From now on, all other output to standard output is
+        redirected to standard error."""
         stream = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
         sys.stdout.flush()
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         return EventStream(stream)
 
     def emit(self, kind: str, **values: Any) -> None:
-        """Write one event and flush, so that the reader sees it at once."""
+        """Write one event and flush it, so that the reader gets it immediately."""
         self._stream.write(json.dumps({"kind": kind, **values}) + "\n")
         self._stream.flush()
 
 
 def parse_event(line: str) -> dict[str, Any] | None:
-    """Return the event of a line; None if the line is not an event."""
+    """Parse a line into an event; return None if the line is not an event."""
     try:
         event = json.loads(line)
     except ValueError:

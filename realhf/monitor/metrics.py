@@ -1,6 +1,6 @@
-"""Catalogue of the metrics of a step, and their public names.
+"""Catalogue of a step's metrics and their public names.
 
-One scheme serves synchronous and asynchronous runs. ``docs/metrics.md`` is generated from these
+Synchronous and asynchronous runs use the same names. ``docs/metrics.md`` is generated from these
 tables: ``python -m realhf.monitor.metrics`` prints it.
 """
 
@@ -17,25 +17,26 @@ POLICY_CALL = "actor_train"
 ROLLOUT_CALL = "actor_gen"
 CRITIC_CALL = "critic_train"
 OVERALL = "overall"
-"""Name for all groups together, as in the reports of evaluations."""
+"""Name for the results of all groups together, as in evaluation reports."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric."""
+    """Description of a metric."""
 
     name: str
-    """Public name. ``<..>`` is a placeholder for a group, a kind, a call and so on."""
+    """Public name, in which ``<..>`` is a placeholder, for example for a group, a kind or a
+    call."""
     unit: str
     meaning: str
     sources: tuple[str, ...] = ()
-    """Names under which calls or parts of the master report the number; () if only under the public
+    """Names under which calls or parts of the master report the number; () if they use the public
     name."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """Metrics of one subject, a section of the page."""
+    """Metrics of one subject, which form a section of the page."""
 
     title: str
     introduction: str
@@ -43,8 +44,8 @@ class Section:
 
 
 def _rollout_metric(name: str, unit: str, meaning: str, own: str) -> Metric:
-    """Return a metric of the rollouts, reported by the call that plays them or for an asynchronous
-    step's samples."""
+    """Return a metric of rollouts. It is reported by the call that plays them or, in an
+    asynchronous run, for the samples of a step."""
     return Metric(name, unit, meaning, (f"{ROLLOUT_CALL}/{own}", f"rollout/{own}"))
 
 
@@ -658,7 +659,8 @@ SECTIONS = (
 
 _PLACEHOLDER = re.compile(r"<(\w+)>")
 _ONE_PART = ("call", "split", "way", "part", "lag", "component")
-"""Placeholders for a word without a slash; a group, a kind or a name may contain slashes."""
+"""Placeholders whose value does not contain a slash. A group, a kind or a name may contain
+slashes."""
 REWARD = "reward/mean"
 TRAINED_REWARD = "reward/trained_mean"
 
@@ -666,18 +668,18 @@ TRAINED_REWARD = "reward/trained_mean"
 def public_names(
     row: Mapping[str, Any], *, policy_call: str = POLICY_CALL, rollout_call: str = ROLLOUT_CALL
 ) -> dict[str, Any]:
-    """Return the row with public names, in the same order.
+    """Return a row with its names replaced by public names, in the same order.
 
-    policy_call, rollout_call: calls whose statistics are those of the policy and of the rollouts.
-    Numbers without a public name keep their names, so a row with public names does not change. If
-    two numbers have the same public name, the first is used.
+    policy_call, rollout_call: names of the calls that report the statistics of the policy and of
+    the rollouts. Numbers without a public name keep their names, so a row with public names is not
+    changed. If two numbers have the same public name, the first one is used.
     """
     aliases = {policy_call: POLICY_CALL, rollout_call: ROLLOUT_CALL}
     public: dict[str, Any] = {}
     for name, value in row.items():
         call, slash, own = name.partition("/")
         known = public_name(f"{aliases[call]}/{own}" if slash and call in aliases else name)
-        # Parts of a call's time are named after the call itself.
+        # Names of the parts of a call's time contain the name of the call itself.
         if known is None or known.startswith("time/part/"):
             known = public_name(name)
         public.setdefault(known or name, value)
@@ -687,11 +689,11 @@ def public_names(
 
 
 def choose_calls(train_calls: Sequence[str], generate_calls: Sequence[str]) -> dict[str, str]:
-    """Return the arguments ``policy_call`` and ``rollout_call`` of ``public_names`` for the calls
-    of a graph.
+    """Return the arguments ``policy_call`` and ``rollout_call`` of ``public_names`` for a graph
+    with these calls.
 
-    Each is the only call of its kind apart from the critic's, or else the one of the built-in
-    experiments.
+    Each is the only call of its kind, not counting the critic's. If there are several, it is the
+    name that the built-in experiments use.
     """
     return {
         "policy_call": _choose_call(
@@ -706,8 +708,8 @@ def _choose_call(calls: Sequence[str], usual: str) -> str:
 
 
 def public_name(name: str) -> str | None:
-    """Return the public name of a number that is reported as ``name``; None if it has no other
-    name."""
+    """Return the public name of a number that is reported as ``name``; None if it has no separate
+    public name."""
     exact, patterns = _index_sources()
     if name in exact:
         return exact[name]
@@ -734,7 +736,7 @@ def evaluation_metrics(
 
 
 def success_by_group(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return {group: success} of a step's rollouts, without the entry of all groups together."""
+    """Return {group: success} of a step's rollouts, without the entry for all groups together."""
     start = "success/"
     success = {
         name.removeprefix(start): value for name, value in row.items() if name.startswith(start)

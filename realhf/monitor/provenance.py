@@ -1,4 +1,4 @@
-"""Provenance of a run: options, commit, package versions, Python and command line of each
+"""Provenance of a run: options, commit, versions of Python and packages, and command line of each
 launch."""
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from realhf.base.installation import PACKAGE, git_state
 CONFIG_FILE = "config.yaml"
 PROVENANCE_FILE = "provenance.json"
 MAX_SHOWN = 8
-"""Maximum number of changed options that are named; another environment or model changes dozens."""
+"""Maximum number of changed options to name in a message, because another environment or model
+changes dozens of options."""
 EFFECTIVE = "effective_options"
-"""Key of the options that have an effect in the run's experiment."""
+"""Key in ``provenance.json`` of the options that have an effect in the run's experiment."""
 
 LAUNCH = ("python", "-m", "realhf.launch")
-"""Command before the arguments of a run, without quoting for a shell."""
+"""Words of the launch command that precede a run's arguments, not quoted for a shell."""
 PACKAGES = (
     "torch",
     "transformers",
@@ -41,13 +42,15 @@ PACKAGES = (
 
 
 def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str | None]:
-    """Return the versions of packages, None for a missing one, without importing them."""
+    """Return the versions of packages by name, without importing them; None for a package that is
+    not installed."""
     return {name: _installed_version(name) for name in names}
 
 
 @cache
 def _installed_version(package: str) -> str | None:
-    """Return the version of a package; cached, since a look-up takes milliseconds."""
+    """Return the version of a package, or None. The result is cached, because a look-up takes
+    milliseconds."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -55,7 +58,7 @@ def _installed_version(package: str) -> str | None:
 
 
 def describe_origin(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the provenance of a launch with these arguments, without its options."""
+    """Return the provenance of a launch with these arguments, except its options."""
     return {
         "git": git_state(PACKAGE),
         "packages": package_versions(),
@@ -72,13 +75,13 @@ def record_launch(
     completed_steps: int,
     warn: Callable[[str], None] = lambda text: None,
 ) -> bool:
-    """Write ``config.yaml`` and ``provenance.json`` of a launch that continues after
-    ``completed_steps``.
+    """Record a launch that continues after ``completed_steps`` in ``config.yaml`` and
+    ``provenance.json``.
 
-    Key ``launches`` has the history: the time of each launch, its completed steps, command line,
-    commit, and changed options. A launch is recorded once, however often the run restarts by
-    itself. Returns whether it was recorded now. warn: called with a message if a damaged history is
-    replaced. Raises OSError.
+    The key ``launches`` of ``provenance.json`` contains the history: the time of each launch, its
+    completed steps, command line, commit and changed options. A launch is recorded only once, even
+    if the run restarts by itself. Returns whether the launch was recorded by this call. warn:
+    called with a message if a damaged history is replaced. Raises OSError.
     """
     if not launch.at:
         return False
@@ -101,10 +104,10 @@ def record_launch(
 
 
 def _warn_of_lost_history(path: Path, completed_steps: int, warn: Callable[[str], None]) -> None:
-    """Rename a file that contains no launch, and warn; warn of a missing file if the run has
-    completed steps.
+    """Warn that the history of earlier launches is lost: if the file contains no launch, which is
+    then renamed, or if it is missing although the run has completed steps.
 
-    Raises OSError if the file cannot be read at the moment.
+    Raises OSError if the file cannot be accessed.
     """
     new_path = set_aside(path)
     if new_path is not None:
@@ -117,19 +120,19 @@ def _warn_of_lost_history(path: Path, completed_steps: int, warn: Callable[[str]
 
 
 def describe_changes(changed: Mapping[str, Sequence[Any]]) -> str:
-    """Describe changed options, {name: (before, now)}, in a line."""
+    """Describe changed options, {name: (before, now)}, in one line."""
     texts = [describe_change(name, *values) for name, values in changed.items()]
     more = len(texts) - MAX_SHOWN
     return ", ".join(texts[:MAX_SHOWN]) + (f", and {more} more" if more > 0 else "")
 
 
 def describe_change(name: str, before: Any, now: Any) -> str:
-    """Describe the change of an option, with both values as on the command line."""
+    """Describe a changed option, with both values in the form of the command line."""
     return f"{name}={_format_value(before)} -> {_format_value(now)}"
 
 
 def _format_value(value: Any) -> str:
-    """Format a value as on the command line."""
+    """Return a value in the form of the command line."""
     if isinstance(value, list):
         return f"[{','.join(map(_format_value, value))}]"
     if isinstance(value, dict):
@@ -152,9 +155,10 @@ def read_launches(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def effective_options(provenance: Any) -> frozenset[str] | None:
-    """Return the options that have an effect in a run, from the content of its ``provenance.json``.
+    """Return the options that have an effect in a run, given the content of its
+    ``provenance.json``.
 
-    None if they are not recorded, as in runs of earlier versions.
+    The result is None if they were not recorded, as in runs of earlier versions.
     """
     options = provenance.get(EFFECTIVE) if isinstance(provenance, dict) else None
     return frozenset(map(str, options)) if isinstance(options, list) and options else None

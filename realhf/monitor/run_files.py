@@ -1,8 +1,9 @@
-"""Files of a run folder: evaluations, episodes, graph, and the ends and hosts of processes.
+"""Files in a run folder: evaluations, episodes, the graph, deaths of processes, and the hosts on
+which they run.
 
 A resumed run reads its evaluations from ``evaluations.json``. ``deaths.jsonl`` has a line for each
-end of a process. ``placements.jsonl`` has one for each start of a process on a host and for each
-lost host; only schedulers for several hosts write it. Times are by the launcher's clock.
+death of a process. ``placements.jsonl`` has a line for each start of a process on a host and for
+each lost host; only schedulers for several hosts write it. Times are those of the launcher's clock.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ _log = logging.getLogger(__name__)
 
 
 class Evaluations:
-    """Evaluation reports of a run, by the number of completed steps."""
+    """Evaluation reports of a run by the number of completed steps, stored in a file."""
 
     def __init__(self, run_dir: Path, warn: Callable[[str], None] = _log.warning) -> None:
-        """Read the file of a run, if it exists.
+        """Read the reports of a run, if their file exists.
 
-        A file that cannot be parsed is renamed after a call of ``warn``. Raises OSError.
+        If the file cannot be parsed, it is renamed and ``warn`` is called with a message. Raises
+        OSError.
         """
         self._path = run_dir / EVALUATIONS_FILE
         self._reports: dict[int, dict[str, Any]] = {}
@@ -48,11 +50,11 @@ class Evaluations:
             )
 
     def report_at(self, step: int) -> dict[str, Any] | None:
-        """Return the report after ``step`` steps, 0 being before training; None without one."""
+        """Return the report after ``step`` steps (0: before training); None if there is none."""
         return self._reports.get(step)
 
     def all(self) -> list[tuple[int, dict[str, Any]]]:
-        """Return every report with its step, in order."""
+        """Return (step, report) for all reports, in order of the steps."""
         return sorted(self._reports.items())
 
     def add(self, step: int, report: dict[str, Any]) -> None:
@@ -61,7 +63,8 @@ class Evaluations:
         self._write()
 
     def drop_after(self, step: int) -> None:
-        """Drop the reports after ``step``, whose weights a killed run has lost."""
+        """Delete the reports after ``step``, because the weights that they evaluate were lost when
+        the run was killed."""
         self._reports = {known: report for known, report in self._reports.items() if known <= step}
         self._write()
 
@@ -72,7 +75,7 @@ class Evaluations:
 def _read_reports(path: Path) -> dict[int, dict[str, Any]]:
     """Return the reports in a file by step; {} if the file does not exist.
 
-    Raises ValueError if it contains something else, and OSError.
+    Raises ValueError if the file does not contain reports, and OSError.
     """
     try:
         content = json.loads(path.read_bytes().decode())
@@ -99,14 +102,15 @@ NONFINITE_FILE = "nonfinite.jsonl"
 
 
 def append_episodes(run_dir: Path, step: int, episodes: Sequence[str]) -> None:
-    """Add transcripts of a step to ``episodes.txt``."""
+    """Append the transcripts of a step to ``episodes.txt``."""
     with (run_dir / EPISODES_FILE).open("a", encoding="utf-8") as file:
         for number, text in enumerate(episodes, start=1):
             file.write(f"===== step {step}, episode {number} =====\n{text.rstrip()}\n\n")
 
 
 def write_graph_files(graph: DataFlowGraph, folder: Path) -> None:
-    """Write ``graph.md``, a table and its mermaid source, and ``graph.dot`` into ``folder``."""
+    """Write ``graph.md``, which contains a table and a Mermaid diagram, and ``graph.dot`` into
+    ``folder``."""
     text = f"```\n{graph.summary()}\n```\n\n```mermaid\n{graph.to_mermaid()}\n```\n"
     (folder / "graph.md").write_text(text, encoding="utf-8")
     (folder / "graph.dot").write_text(graph.to_dot(), encoding="utf-8")
@@ -117,37 +121,37 @@ _MAX_DEATHS_BYTES = 4 << 20
 
 
 class Death(msgspec.Struct, frozen=True):
-    """The end of a process."""
+    """Record of the death of a process."""
 
     at: float
     """Time in seconds since the epoch."""
     process: str
     why: str
     then: str
-    """What happened to its work."""
+    """What happened to the work of the process."""
 
 
 def record_death(run_dir: Path, process: str, why: str, then: str) -> None:
-    """Append the end of a process to ``deaths.jsonl``. Errors are ignored: a full disk must not end
-    the run."""
+    """Append the death of a process to ``deaths.jsonl``. Errors are ignored, because a full disk
+    must not end the run."""
     texts = (text.encode(errors="replace").decode() for text in (process, why, then))
     with contextlib.suppress(OSError):
         _append_line(run_dir / DEATHS_FILE, Death(time.time(), *texts))
 
 
 def read_deaths(run_dir: Path) -> list[Death]:
-    """Return the recorded ends of processes, in order."""
+    """Return the recorded deaths of processes, in order."""
     return _read_rows(run_dir / DEATHS_FILE, Death, _MAX_DEATHS_BYTES)
 
 
 PLACEMENTS_FILE = "placements.jsonl"
 LAUNCHER = "launcher"
-"""Name of the launcher's own machine, on which processes run that no scheduler has started."""
+"""Name of the launcher's own machine. Processes without a recorded placement run on it."""
 _MAX_PLACEMENTS_BYTES = 16 << 20
 
 
 class Placement(msgspec.Struct, omit_defaults=True):
-    """An event of a host: the start of a process, the loss of the host, or the record of its
+    """Record of an event of a host: the start of a process, the loss of the host, or its
     versions."""
 
     at: float
@@ -156,9 +160,9 @@ class Placement(msgspec.Struct, omit_defaults=True):
     process: str = ""
     """Process that was started; "" for other events."""
     lost: str = ""
-    """Why the host was lost."""
+    """Why the host was lost; "" for other events."""
     made_of: Mapping[str, str] = {}
-    """Digest of the package's files on the host, and versions of packages."""
+    """Digest of the package's files on the host, and versions of Python and packages, by name."""
 
 
 def record_placement(
@@ -170,10 +174,11 @@ def record_placement(
 
 
 class HostLanes:
-    """Hosts of a run's processes over time.
+    """Hosts on which a run's processes have run over time.
 
-    ``hosts``: names of all hosts that had a process, the launcher's machine first. ``lost``: (us
-    since the epoch, host, reason) of each lost host. Both are empty for a run on one machine.
+    ``hosts``: names of all hosts on which processes have run, the launcher's machine first.
+    ``lost``: (microseconds since the epoch, host, reason) for each lost host. Both are empty for a
+    run on one machine.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -191,10 +196,11 @@ class HostLanes:
         self.hosts = sorted(names, key=lambda name: (name != LAUNCHER, name))
 
     def host_at(self, process: str, moment: int) -> str:
-        """Return the host of a process at a moment (us since the epoch); "" for a run on one
-        machine.
+        """Return the host on which a process ran at a time (``moment``, in microseconds since the
+        epoch); "" for a run on one machine.
 
-        This is where it was last started before, or, if clocks differ, where it was first started.
+        It is the host of the last start before that time. If there is none, because clocks differ,
+        it is the host of the first start.
         """
         starts = self._starts.get(process)
         if not starts:
@@ -219,7 +225,7 @@ def _append_line(path: Path, row: msgspec.Struct) -> None:
 
 
 def _read_rows(path: Path, kind: type[_Row], max_bytes: int) -> list[_Row]:
-    """Read the valid lines of a file; a kill may have truncated the last one."""
+    """Return the valid rows of a file. The last line may be truncated if a process was killed."""
     try:
         with open_plain(path) as file:
             lines = file.read(max_bytes).splitlines()

@@ -1,7 +1,7 @@
-"""Log of a run: metrics, events, transcripts and trackers while it works, and the summary at its
+"""Log of a run: metrics, events, transcripts and trackers during the run, and the summary at its
 end.
 
-The names in a row are those of ``realhf.monitor.metrics``.
+Rows of metrics use the public names of ``realhf.monitor.metrics``.
 """
 
 from __future__ import annotations
@@ -41,20 +41,19 @@ class ParsedMetrics(NamedTuple):
     """Content of a metrics file."""
 
     rows: list[dict[str, Any]]
-    """Rows in order, by public names."""
+    """Metric rows in order, with public names."""
     damaged: list[int]
-    """Numbers of the lines, from 1, that are not rows."""
+    """Numbers, from 1, of the lines that are not valid rows."""
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the metric rows of a run in order, keyed by public metric names, also those that an
-    earlier version wrote."""
+    """Return the metric rows of a run in order. They have public names even if an earlier version
+    wrote the file."""
     return parse_metrics(run_dir).rows
 
 
 def parse_metrics(run_dir: Path) -> ParsedMetrics:
-    """Return the rows as ``read_metrics`` does, and the numbers of damaged lines. Raises
-    OSError."""
+    """Return the metric rows of a run, and the numbers of damaged lines. Raises OSError."""
     path = run_dir / METRICS_FILE
     try:
         data = path.read_bytes()
@@ -73,7 +72,8 @@ def parse_metrics(run_dir: Path) -> ParsedMetrics:
 
 
 def _parse_row(line: bytes) -> dict[str, Any]:
-    """Return the step and the numbers of a line; {} if it is not a row."""
+    """Parse a line into a row, which contains the step and numbers; return {} if the line is not a
+    valid row."""
     try:
         row = json.loads(line.decode())
     except (ValueError, RecursionError):
@@ -94,12 +94,13 @@ def flatten_step(
     source: Mapping[str, float],
     train_calls: Sequence[str],
 ) -> dict[str, float]:
-    """Flatten the report of a step into {name: number}, with the calls' own names (see
+    """Flatten the report of a step into {name: number}, with the names that the calls use (see
     ``public_names``).
 
-    wall_s: duration of the step. stats: results of each call. times: seconds of each call
-    (compute_s, fetch_s, queue_s). tokens: number of input tokens of each call. Tokens per second
-    are the generated tokens, or the trained ones if none were generated, over the whole step.
+    wall_s: duration of the step in seconds. stats: statistics of each call. times: seconds of each
+    call (compute_s, fetch_s, queue_s). tokens: number of input tokens of each call. Tokens per
+    second are the generated tokens (if none were generated, the trained tokens) divided by the
+    duration of the step.
     """
     metrics: dict[str, float] = {"step_seconds": wall_s}
     for call, values in stats.items():
@@ -134,12 +135,13 @@ def _is_number(value: Any) -> bool:
 class RunLog:
     """Writer of a run's reports.
 
-    completed_steps: 0 for a fresh start. Rows that a killed run wrote after it are dropped, so that
-    each step is in ``metrics.jsonl`` once. tracer: marks the end of every step in the master's
-    trace. evaluation: determines the name of the evaluated split.
+    completed_steps: number of completed steps; 0 for a fresh start. Later rows, which a killed run
+    has written, are dropped, so that ``metrics.jsonl`` contains each step only once. tracer: tracer
+    that marks the end of every step in the master's trace. evaluation: specification that
+    determines the name of the evaluated split.
 
-    Rows are not kept in memory: the summary reads the file, and warns of steps without rows. A row
-    that cannot be written ends the run with an OSError.
+    Rows are not kept in memory. The summary reads the file again, and a warning is emitted about
+    steps without rows. A row that cannot be written ends the run with an OSError.
     """
 
     def __init__(
@@ -189,7 +191,7 @@ class RunLog:
         self._events.emit("warning", text=text)
 
     def _read_complete_rows(self, completed_steps: int) -> list[dict[str, Any]]:
-        """Return the rows of completed steps, and warn of missing or damaged ones.
+        """Return the rows of the completed steps, and warn about missing or damaged rows.
 
         A copy of a damaged file is kept. Raises OSError.
         """
@@ -211,7 +213,8 @@ class RunLog:
         return rows
 
     def record_step(self, step: int, metrics: Mapping[str, float], episodes: Sequence[str]) -> None:
-        """Record a finished step, counted from 1, with the transcripts sampled from it."""
+        """Record the metrics of a finished step, counted from 1, and some transcripts of its
+        episodes."""
         self._tracer.instant(STEP, step=step)
         self._last = step
         self._write_row({"step": step, **metrics})
@@ -223,7 +226,8 @@ class RunLog:
         self._events.emit("step", step=step, total=self._total, metrics=metrics)
 
     def _write_row(self, row: Mapping[str, Any]) -> None:
-        """Append a row to the metrics file, completely or not at all. Raises OSError."""
+        """Append a row to the metrics file; if that fails, no part of it is written. Raises
+        OSError."""
         path = self._run_dir / METRICS_FILE
         with path.open("ab", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
@@ -238,7 +242,7 @@ class RunLog:
                 raise
 
     def _read_all_rows(self) -> list[dict[str, Any]]:
-        """Read the rows of all steps, and warn of steps of this process without rows."""
+        """Return the rows of all steps, and warn about steps of this process that have no rows."""
         rows = read_metrics(self._run_dir)
         missing = sorted(
             set(range(self._initial_step + 1, self._last + 1)) - {row["step"] for row in rows}
@@ -254,8 +258,8 @@ class RunLog:
     def record_skipped(
         self, step: int, call: str, ids: Sequence[str], stats: Mapping[str, Any]
     ) -> None:
-        """Record a step whose update was skipped because loss or gradient was not finite."""
-        texts = {key: str(value) for key, value in stats.items()}  # JSON has no NaN and infinities
+        """Record a step whose update was skipped because the loss or gradient was not finite."""
+        texts = {key: str(value) for key, value in stats.items()}  # JSON has no NaN or infinity
         with (self._run_dir / NONFINITE_FILE).open("a", encoding="utf-8") as file:
             file.write(
                 json.dumps({"step": step, "call": call, "ids": list(ids), "stats": texts}) + "\n"
@@ -281,7 +285,7 @@ class RunLog:
         self._events.emit("evaluation", when=when, report=report)
 
     def announce(self, text: str) -> None:
-        """Announce an activity of the run outside of steps."""
+        """Emit an event that tells the display what the run does outside of steps."""
         self._events.emit("phase", text=text)
 
     def finish(
@@ -291,9 +295,10 @@ class RunLog:
         train_calls: Sequence[str],
         best: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Write ``summary.json`` and ``trace.json``; return the summary.
+        """Write ``summary.json`` and ``trace.json``, and return the summary.
 
-        wall_seconds: since the launch. best: record of the policy that is kept as the best.
+        wall_seconds: seconds since the launch. best: record of the policy that was kept as the
+        best.
         """
         rows = self._read_all_rows()
         last = max(self._last, rows[-1]["step"] if rows else 0)
@@ -325,11 +330,11 @@ class RunLog:
         return summary
 
     def close(self, *, failed: bool = False) -> None:
-        """Close the trackers; may block until they have sent their data. failed: the run ended
-        early."""
+        """Close the trackers, which may block until they have sent their data. failed: whether the
+        run ended early."""
         self._trackers.close(failed=failed)
 
     async def close_async(self, kind: object, *_: object) -> None:
-        """Close without blocking the event loop; ``kind`` as the first argument of
+        """Close the trackers without blocking the event loop. The arguments are those of
         ``__aexit__``."""
         await asyncio.to_thread(self.close, failed=kind is not None)

@@ -1,9 +1,10 @@
-"""Summary of a run's metrics: labels for the display, ``summary.json`` and the final table.
+"""Summaries of a run's metrics: labels for the display, ``summary.json``, and the final table.
 
 Names are those of ``metrics.jsonl``: ``staleness/..``, ``admission/..``, ``generation/..``,
-``training/..``. ``admission/accepted`` counts from the start of the run, the other admission
-counters from the start or the last resumption. ``failures/<kind>`` and ``retries/<kind>`` count in
-one step, with ``_total`` from the start or the last resumption.
+``training/..``. ``admission/accepted`` is counted from the start of the run, and the other
+admission counters from the start or the last resumption. ``failures/<kind>`` and ``retries/<kind>``
+are counts of one step; with the suffix ``_total`` they are counted from the start or the last
+resumption.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ STEP_TIME = "time/step"
 CALL_TIME = "time/"
 PART_TIME = "time/part/"
 _NO_CALLS = ("step", "episode", "fetch", "queue", "part")
-"""Names after ``time/`` that are not calls."""
+"""Names after the prefix ``time/`` that are not calls."""
 
 
 def call_times(row: MetricRow) -> dict[str, float]:
-    """Return the seconds that each model function call of a step computed."""
+    """Return the computing time in seconds of each model function call of a step, by call."""
     times = {
         name.removeprefix(CALL_TIME): value
         for name, value in row.items()
@@ -35,7 +36,7 @@ def call_times(row: MetricRow) -> dict[str, float]:
 
 
 def part_seconds(row: MetricRow, part: str) -> float:
-    """Return the total seconds of a step's calls in ``part``: generation, environment or
+    """Return the total seconds that a step's calls spent in ``part``: generation, environment or
     rollouts."""
     return sum(
         value
@@ -45,8 +46,8 @@ def part_seconds(row: MetricRow, part: str) -> float:
 
 
 def time_split(row: MetricRow) -> dict[str, float]:
-    """Return the seconds of a step by cause: environment, generation, each other call by name, and
-    other."""
+    """Return the division of a step's time in seconds: environment, generation, each other call by
+    name, and other."""
     split: dict[str, float] = {}
     for name, seconds in call_times(row).items():
         environment = row.get(f"{PART_TIME}{name}/environment")
@@ -60,12 +61,12 @@ def time_split(row: MetricRow) -> dict[str, float]:
 
 
 def total(rows: Sequence[MetricRow], name: str) -> float:
-    """Return the sum of a metric over the steps; a step without it counts as 0."""
+    """Return the sum of a metric over the steps. Steps without the metric count as 0."""
     return sum(row.get(name, 0.0) for row in rows)
 
 
 def mean(rows: Sequence[MetricRow], name: str) -> float | None:
-    """Return the mean of a metric over the steps that have it; None if none has."""
+    """Return the mean of a metric over the steps that have it; None if no step has it."""
     values = [row[name] for row in rows if name in row]
     return sum(values) / len(values) if values else None
 
@@ -84,18 +85,19 @@ FAILURE_COUNTERS = ("failures", "retries")
 
 
 def is_asynchronous(rows: Sequence[MetricRow]) -> bool:
-    """Return whether these steps are of an asynchronous run, which has admission control."""
+    """Return whether the steps belong to an asynchronous run, which is recognised by its admission
+    counters."""
     return any("admission/accepted" in row for row in rows)
 
 
 def rollout_metrics(row: MetricRow) -> dict[str, Any]:
-    """Return the metrics of a step that concern asynchronous rollouts."""
+    """Return those metrics of a step that are about asynchronous rollouts."""
     return {name: value for name, value in row.items() if name.startswith(ROLLOUT_PREFIXES)}
 
 
 def flatten_rollouts(event: Mapping[str, Any]) -> dict[str, float]:
-    """Flatten an event ``rollouts``, {group: {name: number or {..}}}, to the names in
-    ``metrics.jsonl``."""
+    """Flatten an event ``rollouts``, {group: {name: number or {..}}}, to {name in
+    ``metrics.jsonl``: number}."""
     metrics: dict[str, float] = {}
     for name, value in event.items():
         if isinstance(value, Mapping):
@@ -108,7 +110,7 @@ def flatten_rollouts(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 def count_by_kind(row: MetricRow, counter: str) -> dict[str, float]:
-    """Return the nonzero values of ``<counter>/<kind>`` as {kind: count}."""
+    """Return the nonzero values of the metrics ``<counter>/<kind>`` as {kind: count}."""
     start = f"{counter}/"
     return {
         name.removeprefix(start): value
@@ -118,7 +120,7 @@ def count_by_kind(row: MetricRow, counter: str) -> dict[str, float]:
 
 
 def rollout_labels(row: MetricRow) -> list[tuple[str, str]]:
-    """Return (label, text) for each available metric of the rollouts, in the order of display."""
+    """Return (label, text) for each available rollout metric, in the order of display."""
     labels = [
         ("staleness", _join(_number(row, "staleness/mean"), _number(row, "staleness/max", "max "))),
         ("generation", _percent(row, "generation/occupancy")),
@@ -141,7 +143,7 @@ def rollout_labels(row: MetricRow) -> list[tuple[str, str]]:
 
 
 def rollout_summary(rows: Sequence[MetricRow]) -> dict[str, Any]:
-    """Summarise the metrics of the rollouts over a whole run."""
+    """Return a summary of the rollout metrics of a whole run."""
     kinds = {
         counter: sorted({kind for row in rows for kind in count_by_kind(row, counter)})
         for counter in FAILURE_COUNTERS
@@ -164,8 +166,8 @@ def rollout_summary(rows: Sequence[MetricRow]) -> dict[str, Any]:
 
 
 def counter_increase(rows: Sequence[MetricRow], name: str) -> float:
-    """Return the total increase of a counter over all steps, also across resumptions, which reset
-    it."""
+    """Return the total increase of a counter over all steps. Resumptions, which reset the counter,
+    are taken into account."""
     increase = 0.0
     before = 0.0
     for row in rows:
@@ -214,11 +216,11 @@ def build_summary(
     wall_seconds: float,
     train_calls: Sequence[str],
 ) -> dict[str, Any]:
-    """Build the summary of a run.
+    """Return the summary of a run.
 
-    before, after: evaluations before and after training. wall_seconds: since the launch, including
-    the warm start. Other times are totals over the steps, in seconds. ``*_interval``: 95 %
-    intervals [low, high].
+    before, after: evaluations before and after training. wall_seconds: seconds since the launch,
+    including the warm start. Other times in the summary are totals over the steps, in seconds. Keys
+    that end in ``_interval`` are 95 % intervals [low, high].
     """
     generated = total(rows, "throughput/tokens")
     step_seconds = total(rows, STEP_TIME)
@@ -237,7 +239,7 @@ def build_summary(
     }
     for when, report in (("before", before), ("after", after)):
         for kind, suffix in (("sampled", ""), ("greedy", "_greedy")):
-            # A group whose episodes have all failed has no result.
+            # A group without any valid episode has no result.
             groups = {
                 name: entry
                 for name, entry in (report or {}).get(kind, {}).items()
@@ -262,15 +264,15 @@ def build_summary(
 
 
 def write_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
-    """Write ``summary.json`` into the run folder, atomically."""
+    """Write ``summary.json`` atomically into the run folder."""
     write_atomic(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
 
 
 def build_held_out_table(summary: Mapping[str, Any]) -> Any:
-    """Build a rich table of held-out success before and after training by group.
+    """Build a rich table of the held-out success of each group before and after training.
 
-    It has intervals and numbers of episodes (``117, 468`` if they differ). None without an
-    evaluation.
+    It contains intervals and numbers of episodes (``117, 468`` if they differ before and after
+    training). Returns None if there was no evaluation.
     """
     from rich.table import Table
     from rich.text import Text

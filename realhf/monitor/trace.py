@@ -42,7 +42,7 @@ _ORDER = ("launch", "master", "model_worker", "rollout_worker", "generation", "e
 
 
 class TraceEvent(msgspec.Struct, omit_defaults=True, gc=False):
-    """One event in Chrome's trace format."""
+    """An event in Chrome's trace format."""
 
     name: str
     ph: str
@@ -51,7 +51,7 @@ class TraceEvent(msgspec.Struct, omit_defaults=True, gc=False):
     """Time in microseconds since the epoch."""
     pid: int
     tid: int
-    """Number of the line."""
+    """Number of the timeline's line."""
     dur: int | None = None
     """Duration of a COMPLETE event in microseconds."""
     s: str | None = None
@@ -60,7 +60,8 @@ class TraceEvent(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 def process_number(process: str) -> int:
-    """Return the number of the process ``kind/index``: thousands for the kind, plus the index."""
+    """Return the number of the process ``kind/index``: a multiple of 1000 that depends on the kind,
+    plus the index."""
     kind, _, index = process.partition("/")
     if kind in _ORDER and (not index or (index.isdecimal() and int(index) < 1000)):
         return 1000 * (1 + display_rank(process)) + int(index or 0)
@@ -68,8 +69,8 @@ def process_number(process: str) -> int:
 
 
 def line_number(process: str, line: str) -> int:
-    """Return the number of a line of a process: 31 bits, hashed so that lines of different
-    processes differ."""
+    """Return the number of a process's line: a 31-bit hash of both names, so that lines of
+    different processes have different numbers."""
     return zlib.crc32(f"{process}\n{line}".encode(errors="replace")) & 0x7FFFFFFF
 
 
@@ -79,13 +80,13 @@ def trace_path(run_dir: Path, process: str) -> Path:
 
 
 def display_rank(process: str) -> int:
-    """Return the position of a process in the order of display."""
+    """Return the position of a process's kind in the order of display."""
     kind = process.partition("/")[0]
     return _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
 
 
 def process_events(process: str) -> list[TraceEvent]:
-    """Build the events that name a process and give its order of display."""
+    """Return the events that set a process's name and its position in the display."""
     pid = process_number(process)
     return [
         TraceEvent("process_name", METADATA, 0, pid, 0, args={"name": process}),
@@ -96,7 +97,7 @@ def process_events(process: str) -> list[TraceEvent]:
 
 
 def line_event(process: str, line: str) -> TraceEvent:
-    """Build the event that names a line of a process."""
+    """Return the event that sets the name of a process's line."""
     return TraceEvent(
         "thread_name",
         METADATA,
@@ -108,20 +109,22 @@ def line_event(process: str, line: str) -> TraceEvent:
 
 
 MAX_LANES = 64
-"""Maximum number of lanes of a line; further overlapping spans go to the last one."""
+"""Maximum number of lanes of a line. Further overlapping spans are put into the last lane."""
 MAX_REMEMBERED_SPANS = 256
-"""Number of last spans of a lane that are kept, since a longer one may still enclose them."""
+"""Number of a lane's last spans that are remembered, because a longer span may still enclose
+them."""
 
 
 class Lanes:
-    """Assignment of spans to lanes. Spans arrive approximately in the order of their ends."""
+    """Assigns the spans of each line to lanes, within which spans do not overlap unless nested.
+    Spans must arrive approximately in the order of their ends."""
 
     def __init__(self) -> None:
         self._lanes: dict[str, list[deque[tuple[int, int]]]] = {}
 
     def assign(self, line: str, began: int, ended: int) -> str:
-        """Return the lane of a span: the line itself, or the name of its second, third, ...
-        lane."""
+        """Return the name of the lane for a span: the name of the line for its first lane, or that
+        name with a number."""
         lanes = self._lanes.setdefault(line, [])
         number = next(
             (number for number, lane in enumerate(lanes, start=1) if _fits(lane, began, ended)),
@@ -137,7 +140,8 @@ class Lanes:
 
 
 def _fits(lane: deque[tuple[int, int]], began: int, ended: int) -> bool:
-    """Return whether a span encloses the last spans of a lane, or begins after them."""
+    """Return whether a span fits into a lane, which means that it encloses the last spans or begins
+    after them."""
     for first, last in reversed(lane):
         if last <= began:
             return True
@@ -147,20 +151,20 @@ def _fits(lane: deque[tuple[int, int]], began: int, ended: int) -> bool:
 
 
 TAIL_BYTES = 16 * 2**20
-"""Bytes at the end of each file that are read for the timeline."""
+"""Number of bytes at the end of each file that are read for the timeline."""
 
 
 def merge_traces(run_dir: Path) -> Path | None:
-    """Write ``trace.json`` of a run, for Perfetto or chrome://tracing; return its path, or None
-    without a trace.
+    """Merge the trace files of a run into ``trace.json``, for Perfetto or chrome://tracing. Return
+    its path, or None if there are no trace files.
 
-    Lines that a kill has truncated are skipped. Raises OSError.
+    Lines that were truncated when a process was killed are skipped. Raises OSError.
     """
     files = trace_files(run_dir)
     if not files:
         return None
     path = run_dir / TRACE_FILE
-    # Validating a raw value takes a fraction of the time of building it.
+    # Validating a raw value takes a fraction of the time that decoding it would take.
     check = msgspec.json.Decoder(msgspec.Raw).decode
     with atomic_file(path) as partial, partial.open("wb") as target:
         target.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
@@ -182,7 +186,7 @@ def merge_traces(run_dir: Path) -> Path | None:
 
 
 def _host_labels(run_dir: Path) -> Iterator[bytes]:
-    """For a run on several hosts, yield one event per process that labels it with its hosts."""
+    """For a run on several hosts, yield an event for each process that labels it with its hosts."""
     lanes = HostLanes(run_dir)
     for process in sorted({process for host in lanes.hosts for process in lanes.processes(host)}):
         hosts = [host for host in lanes.hosts if process in lanes.processes(host)]
@@ -193,7 +197,8 @@ def _host_labels(run_dir: Path) -> Iterator[bytes]:
 
 
 def trace_files(run_dir: Path) -> list[Path]:
-    """Return the trace files of a run: one or two per process, the older of two first."""
+    """Return the trace files of a run. A process has one or two files, of which the older comes
+    first."""
     return sorted(
         (run_dir / TRACE_FOLDER).glob("*.jsonl"),
         key=lambda path: (path.name.partition(".")[0], -len(path.suffixes)),
@@ -203,18 +208,19 @@ def trace_files(run_dir: Path) -> list[Path]:
 LIMIT_BYTES = 64 * 2**20
 FLUSH_INTERVAL_S = 0.5
 MAX_PENDING = 200_000
-"""Maximum number of unwritten events; further ones are counted and dropped."""
+"""Maximum number of unwritten events. Further ones are dropped and counted."""
 _Record = tuple[str, str, int, int, str, dict[str, Any] | None]
-"""(phase, name, begin in ns, end in ns, line, arguments)."""
+"""An unwritten event: (phase, name, begin in ns, end in ns, line, arguments)."""
 logger = logging.getLogger(__name__)
 
 
 class TraceWriter(Tracer):
-    """Tracer that appends to ``path``.
+    """Tracer that appends events to the file ``path``.
 
-    A thread writes the events, so a kill loses at most the last half second. The newest
-    ``limit_bytes`` are kept in two files: ``path`` and, for the older half, ``path`` with the
-    suffix ``.old.jsonl``. If the file cannot be written, the trace is lost and the run goes on.
+    A thread writes the events regularly, so a killed process loses at most the last half second.
+    The newest ``limit_bytes`` are kept in two files: ``path`` and, for the older half, ``path``
+    with the suffix ``.old.jsonl``. If the file cannot be written, the trace is lost but the run
+    continues.
     """
 
     def __init__(self, path: Path, process: str, *, limit_bytes: int = LIMIT_BYTES) -> None:
@@ -257,7 +263,7 @@ class TraceWriter(Tracer):
         self._add((COUNTER, name, now, now, "counters", values))
 
     def close(self) -> None:
-        """Write the remaining events; later ones are ignored."""
+        """Write the remaining events. Later events are ignored."""
         if not self._closing.is_set():
             self._closing.set()
             self._thread.join(timeout=10.0)
@@ -297,19 +303,19 @@ class TraceWriter(Tracer):
             )
             self._dropped = 0
         if records:
-            # Lanes need the spans in the order of their ends; of two with the same end, the inner
-            # one first.
+            # ``Lanes`` needs the spans in the order of their ends. Of two spans with the same end,
+            # the inner one must come first.
             records.sort(key=lambda record: (record[3], -record[2]))
             self._file.write(records)
 
 
 def open_trace(run_dir: Path, process: str) -> TraceWriter:
-    """Open the tracer of the process ``kind/index`` of a run."""
+    """Open the tracer for the process ``kind/index`` of a run."""
     return TraceWriter(trace_path(run_dir, process), process)
 
 
 class _SpanContext:
-    """Context manager that records a span. A class, since a generator costs more."""
+    """Context manager that records a span. It is a class because a generator would be slower."""
 
     __slots__ = ("_args", "_began", "_name", "_writer")
 
@@ -348,7 +354,8 @@ class _TraceFile:
         self._open()
 
     def write(self, records: list[_Record]) -> None:
-        """Append records. Those that cannot be written are lost, with one warning in the log."""
+        """Append events to the file. Events that cannot be written are lost; a warning is logged
+        once."""
         try:
             chunk = self._encode_records(records)
             if self._size and self._size + len(chunk) > self._max_file_bytes:
@@ -358,7 +365,7 @@ class _TraceFile:
         except (
             OSError,
             ValueError,
-        ) as error:  # ValueError: an earlier failed rotation left the file closed
+        ) as error:  # ValueError: the file is closed because a rotation failed
             if not self._failed:
                 logger.warning("the trace %s cannot be written: %s", self._path, error)
             self._failed = True
@@ -371,7 +378,8 @@ class _TraceFile:
         self._file = self._path.open("ab", buffering=0)
         self._size = self._file.tell()
         self._lines.clear()
-        # Ends a line that a kill has truncated, which would otherwise corrupt the next one.
+        # End a line that was truncated when a process was killed. Otherwise it would corrupt the
+        # next one.
         start = b"\n" if self._size else b""
         self._append(
             start + b"".join(self._encode(event) + b"\n" for event in process_events(self._process))
@@ -414,7 +422,7 @@ class _TraceFile:
         try:
             return self._encode(event)
         except Exception:
-            # Arguments may contain anything: keys that are not text, lone surrogates, infinite
+            # Arguments may contain anything: keys that are not strings, lone surrogates, infinite
             # numbers.
             event.args = {"unreadable": ascii(event.args)}
             event.name = ascii(event.name)

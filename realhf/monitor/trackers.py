@@ -1,7 +1,7 @@
-"""Trackers of a run's metrics: TensorBoard, W&B, MLflow and Trackio.
+"""Adapters that send a run's metrics to experiment trackers: TensorBoard, W&B, MLflow and Trackio.
 
-Each tracker has a thread of its own, so that a slow one does not delay the run. One that fails is
-dropped with a single warning, and the run goes on.
+Each tracker has its own thread, so that a slow tracker does not delay the run. A tracker that fails
+is dropped with a single warning, and the run continues.
 """
 
 from __future__ import annotations
@@ -31,41 +31,42 @@ IDENTITY_FILE = "trackers.json"
 
 
 class RunTracker(Protocol):
-    """Receiver of a run's reports. All methods are called on one thread, in order; an exception
-    ends the tracker."""
+    """Interface of an experiment tracker. All methods are called on one thread, in order. After an
+    exception the tracker is dropped."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Record finite numbers of a step.
+        """Record metrics of a step, which are finite numbers.
 
-        Steps need not be in order: an evaluation may be late, and a resumed run repeats the steps
+        Steps may not be in order: an evaluation may be late, and a resumed run repeats the steps
         after its checkpoint.
         """
         ...
 
     def rollouts(self, step: int, texts: Sequence[str]) -> None:
-        """Record transcripts of a step. Without an implementation they are ignored."""
+        """Record transcripts of a step. The default implementation ignores them."""
         del step, texts
 
     def close(self, failed: bool) -> None:
-        """Send what is left and mark the run as finished. failed: it ended early."""
+        """Send the remaining data and mark the run as finished. failed: whether the run ended
+        early."""
         ...
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Description of the run for a tracker."""
+    """Description of a run for trackers."""
 
     run_dir: Path
     experiment: str
     trial: str
     id: str
-    """Identity of the run, which a resumption keeps and a fresh start changes."""
+    """Id of the run. A resumption keeps it; a fresh start creates a new one."""
     first_step: int
-    """The next step."""
+    """First step that this process will run."""
     config: Mapping[str, Any]
-    """Options of the run, nested."""
+    """Options of the run as nested mappings."""
     past: Sequence[tuple[int, Mapping[str, float]]] = ()
-    """Metrics that a resumed run has reported for earlier steps."""
+    """(step, metrics) pairs that a resumed run has reported for earlier steps."""
 
     @property
     def resumed(self) -> bool:
@@ -73,11 +74,11 @@ class RunInfo:
         return self.first_step > 1
 
     def stored_name(self, tracker: str) -> str | None:
-        """Return the name that a tracker has given to this run earlier; None without one."""
+        """Return the name that was stored for this run in a tracker; None if none was."""
         return _read_identity(self.run_dir).get(tracker)
 
     def store_name(self, tracker: str, name: str) -> None:
-        """Store the name that a tracker gives to this run, for a resumption."""
+        """Store the name that this run has in a tracker, for later resumptions."""
         _write_identity(self.run_dir, {**_read_identity(self.run_dir), tracker: name})
 
 
@@ -87,7 +88,7 @@ def run_info(
     past: Sequence[tuple[int, Mapping[str, float]]] = (),
     warn: Callable[[str], None] = lambda text: None,
 ) -> RunInfo:
-    """Return the description of the run in a folder; a resumed run keeps its id.
+    """Return the description of the run in a folder. A resumed run keeps its id.
 
     warn: called with a message if the id of a resumed run is lost. Raises OSError.
     """
@@ -112,7 +113,7 @@ def finite_values(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def flatten_config(config: Mapping[str, Any], start: str = "") -> dict[str, str]:
-    """Return a nested configuration as {dotted name: text}."""
+    """Flatten a nested configuration to {dotted name: value as a string}."""
     texts: dict[str, str] = {}
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -143,8 +144,8 @@ def _write_identity(run_dir: Path, names: Mapping[str, str]) -> None:
 class TensorBoardTracker(RunTracker):
     """``RunTracker`` for TensorBoard. Transcripts are not written.
 
-    When TensorBoard reads the file, it drops the points of an interrupted run that a resumption
-    repeats.
+    If a resumed run repeats steps of the interrupted run, TensorBoard drops the earlier points when
+    it reads the file.
     """
 
     def __init__(self, info: RunInfo) -> None:
@@ -161,7 +162,7 @@ class TensorBoardTracker(RunTracker):
         )
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Record numbers and flush the file; see ``RunTracker``."""
+        """Write the metrics and flush the file; see ``RunTracker``."""
         from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[attr-defined]
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
 
@@ -184,10 +185,10 @@ STEP = "step"
 class WandbTracker(RunTracker):
     """``RunTracker`` for W&B.
 
-    Metrics are plotted over ``step``, which W&B accepts in any order; its own step counter would
-    refuse a late evaluation. A resumed run keeps its id. Offline, W&B buffers up to 32 KiB, which a
-    killed run loses. A resumed run therefore writes missing values of the steps before its
-    checkpoint again, and truncates its logs after it.
+    Metrics are plotted over the value ``step``, which may arrive in any order; W&B's own step
+    counter would reject a late evaluation. A resumed run keeps its id. Offline, W&B buffers up to
+    32 KiB, which are lost if the run is killed. Therefore a resumed run removes the records after
+    its checkpoint from the logs, and writes missing values of earlier steps again.
     """
 
     def __init__(self, info: RunInfo) -> None:
@@ -241,7 +242,7 @@ def _parse_record(data: bytes) -> Any:
     return record
 
 
-# Format of W&B's logs (that of LevelDB): see ``_iterate_records``.
+# Format of W&B's logs, which is LevelDB's log format; see ``_iterate_records``.
 _HEADER = 7
 _PIECE = 7
 _BLOCK = 32768
@@ -249,9 +250,9 @@ _WHOLE = 1
 _FIRST = 2
 _LAST = 4
 _SYNCED = ".synced"
-"""Suffix of the empty file by which W&B marks a log that was sent."""
+"""Suffix of the empty file with which W&B marks a log that was sent."""
 Parse = Callable[[bytes], Any]
-"""Bytes of a record -> protobuf message of W&B."""
+"""Function that parses the bytes of a record into a W&B protobuf message."""
 
 
 def find_logs(run_dir: Path, run: str) -> list[Path]:
@@ -260,11 +261,11 @@ def find_logs(run_dir: Path, run: str) -> list[Path]:
 
 
 def truncate_logs(logs: Sequence[Path], first_step: int, parse: Parse) -> dict[str, set[int]]:
-    """Cut records from ``first_step`` on, because the resumed run repeats them, and return the
+    """Remove the records from ``first_step`` on, because the resumed run repeats them. Return the
     remaining steps of each metric.
 
-    Logs that were synced already or cannot be parsed are not changed; the steps of the latter count
-    as lost.
+    Logs that were already synced or cannot be parsed are not changed. Steps in a log that cannot be
+    parsed count as missing.
     """
     remaining: dict[str, set[int]] = {}
     for log in logs:
@@ -272,7 +273,7 @@ def truncate_logs(logs: Sequence[Path], first_step: int, parse: Parse) -> dict[s
             log_steps, end = _read_log(log.read_bytes(), first_step, parse)
             if end is not None and not log.with_name(log.name + _SYNCED).exists():
                 os.truncate(log, end)
-        except Exception:  # the format is another package's
+        except Exception:  # the log format belongs to another package and may change
             continue
         for name, steps in log_steps.items():
             remaining.setdefault(name, set()).update(steps)
@@ -280,8 +281,8 @@ def truncate_logs(logs: Sequence[Path], first_step: int, parse: Parse) -> dict[s
 
 
 def _read_log(log: bytes, first_step: int, parse: Parse) -> tuple[dict[str, set[int]], int | None]:
-    """Return the steps of each metric before ``first_step``, and the offset of the first record
-    after them.
+    """Return (steps of each metric before ``first_step``, offset of the first record from
+    ``first_step`` on).
 
     The offset is None if there is no such record.
     """
@@ -306,9 +307,10 @@ def _read_log(log: bytes, first_step: int, parse: Parse) -> tuple[dict[str, set[
 def _iterate_records(log: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield the offset and the bytes of each complete record.
 
-    A log is a header of 7 bytes, then records in blocks of 32 KiB. Each piece of a record follows 7
-    bytes: a checksum (4), its length (2) and its kind (1: whole, 2: first, 3: middle, 4: last).
-    After a kill the last record may be incomplete.
+    A log has a header of 7 bytes, followed by records in blocks of 32 KiB. Each piece of a record
+    is preceded by 7 bytes: a checksum (4 bytes), the length of the piece (2 bytes) and its kind (1
+    byte; 1: whole record, 2: first, 3: middle or 4: last piece). If the process was killed, the
+    last record may be incomplete.
     """
     offset = _HEADER
     begin = _HEADER
@@ -332,10 +334,11 @@ def _iterate_records(log: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 class TrackioTracker(RunTracker):
-    """``RunTracker`` for Trackio, with a project for each experiment name. Transcripts are not sent.
+    """``RunTracker`` for Trackio, with a project for each experiment name. Transcripts are not
+    sent.
 
-    Trackio identifies a run by its name, so the name contains the run's id, and a resumed run keeps
-    it.
+    Trackio identifies a run by its name. So the name contains the run's id, and a resumed run keeps
+    its name.
     """
 
     def __init__(self, info: RunInfo) -> None:
@@ -360,23 +363,24 @@ class TrackioTracker(RunTracker):
 
 
 _NOT_ALLOWED = re.compile(r"[^\w\-. /]", re.ASCII)
-# Limits of MLflow's requests.
+# Limits for requests to MLflow.
 _MAX_NAME_CHARS = 250
 _MAX_VALUE_CHARS = 500
 _MAX_PARAMETERS = 100
 _MAX_METRICS = 900
 NAME = "mlflow"
 _TAG = "realhf.id"
-"""Tag by which a run is found in MLflow."""
+"""Tag that contains the run's id, by which the run is found in MLflow."""
 
 
 class MlflowTracker(RunTracker):
-    """``RunTracker`` for MLflow, with an experiment for each experiment name and a run for each trial.
+    """``RunTracker`` for MLflow, with an experiment for each experiment name and a run for each
+    trial.
 
-    A resumed run continues the same MLflow run, and sends again what a killed process had not sent.
-    Values of steps after the checkpoint are deleted from a local store; MLflow has no request for
-    that, so a server keeps them in addition to the new ones. Parameters are those of the first
-    launch; ``config.yaml`` is an artifact.
+    A resumed run continues the same MLflow run, and sends the values that a killed process had not
+    sent. Values of steps after the checkpoint are deleted from a local store. A server keeps them
+    in addition to the new ones, because MLflow has no request to delete them. Parameters are the
+    options of the first launch; ``config.yaml`` is stored as an artifact.
     """
 
     def __init__(self, info: RunInfo) -> None:
@@ -403,7 +407,8 @@ class MlflowTracker(RunTracker):
             self._resend_lost(info.past)
 
     def _find_or_create_run(self, info: RunInfo, artifacts: str | None) -> str:
-        """Return the name of the run with this id, after creating it if it does not exist."""
+        """Return MLflow's name of the run with this id, after creating the run if it does not
+        exist."""
         existing = self._client.get_experiment_by_name(info.experiment)
         experiment = existing.experiment_id if existing is not None else None
         if experiment is None:
@@ -431,7 +436,7 @@ class MlflowTracker(RunTracker):
         return name
 
     def _resend_lost(self, past: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Send the earlier values that the store lacks, since a killed process had not sent
+        """Send earlier values that are missing in the store because a killed process had not sent
         them."""
         stored_steps: dict[str, set[int]] = {}
         for step, values in past:
@@ -445,8 +450,8 @@ class MlflowTracker(RunTracker):
                 self.metrics(step, lost)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Send numbers; see ``RunTracker``. Characters that MLflow does not allow in names become
-        underscores."""
+        """Send metrics; see ``RunTracker``. Characters that MLflow does not allow in names are
+        replaced by underscores."""
         now = int(time.time() * 1000)
         metrics = [
             self._metric(_clean_name(name), value, now, step) for name, value in values.items()
@@ -464,10 +469,10 @@ class MlflowTracker(RunTracker):
 
 
 def _create_store(folder: Path, client: Callable[..., Any]) -> Path:
-    """Return the store in a folder, after creating it if it does not exist.
+    """Return the path of the store in a folder, after creating the store if it does not exist.
 
-    It is created under another name and renamed: MLflow cannot open a store after a kill during its
-    creation.
+    The store is created under another name and then renamed, because MLflow cannot open a store
+    whose creation was interrupted.
     """
     store = folder / "mlflow.db"
     partial = folder / "mlflow.db.partial"
@@ -485,13 +490,13 @@ _RESTORE_LATEST = """
 INSERT OR IGNORE INTO latest_metrics (key, value, timestamp, step, is_nan, run_uuid)
 SELECT key, value, timestamp, MAX(step), is_nan, run_uuid FROM metrics WHERE run_uuid = ? GROUP BY key
 """
-"""Sets the latest value of metrics whose last steps were deleted; MLflow shows no metric without
-one."""
+"""SQL statement that restores the latest value of metrics whose last steps were deleted. MLflow
+does not show a metric without a latest value."""
 
 
 def _delete_steps(store: Path, run: str, first_step: int) -> None:
-    """Delete the metrics of steps that a resumed run repeats. A store with another schema keeps
-    them."""
+    """Delete the metrics of steps that a resumed run repeats. A store with an unknown schema is not
+    changed."""
     with (
         suppress(sqlite3.Error),
         closing(sqlite3.connect(store, timeout=30.0)) as connection,
@@ -509,9 +514,9 @@ def _store_uri(store: Path) -> str:
 
 
 def _clean_name(name: str) -> str:
-    """Return a name that MLflow allows.
+    """Return a metric name with only the characters that MLflow allows.
 
-    MLflow treats names as paths, which must not leave their folder nor begin with a slash.
+    MLflow treats names as paths, which must not leave their folder or begin with a slash.
     """
     parts = [part for part in _NOT_ALLOWED.sub("_", name).split("/") if part not in ("", ".", "..")]
     return "/".join(parts)[:_MAX_NAME_CHARS] or "_"
@@ -525,17 +530,19 @@ ADAPTERS: Mapping[str, OpenTracker] = {
     "mlflow": MlflowTracker,
 }
 CLOSE_S = 60.0
-"""Seconds that the end of a run waits for all trackers together; the rest is not sent."""
+"""Seconds that the end of a run waits for all trackers together. Data that is not sent by then is
+lost."""
 MAX_QUEUED = 10_000
-"""Maximum number of queued entries of a tracker; one that is further behind is dropped."""
+"""Maximum number of queued entries of a tracker. A tracker that is further behind is dropped."""
 
 
 class TrackerStream:
     """Distributor of a run's metrics to its trackers.
 
-    completed_steps: 0 for a fresh start. past: metrics of the steps before. warn: called once for
-    each tracker that fails, on the thread that calls ``poll``, ``metrics`` or ``close``. Raises
-    RuntimeError if a tracker's package is not installed.
+    completed_steps: number of completed steps; 0 for a fresh start. past: (step, metrics) pairs of
+    the completed steps. warn: called with a message once for each tracker that fails, on the thread
+    that calls ``poll``, ``metrics`` or ``close``. Raises RuntimeError if a tracker's package is not
+    installed.
     """
 
     def __init__(
@@ -564,7 +571,7 @@ class TrackerStream:
         ]
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Send the finite numbers of a step."""
+        """Send those metrics of a step that are finite numbers."""
         numbers = finite_values(values)
         for lane in self._lanes:
             lane.put(lambda tracker: tracker.metrics(step, numbers), step)
@@ -578,7 +585,7 @@ class TrackerStream:
         self.poll()
 
     def poll(self) -> None:
-        """Warn of trackers that have failed since the last call, and drop them."""
+        """Warn about trackers that have failed since the last call, and drop them."""
         for lane in [lane for lane in self._lanes if lane.problem]:
             self._lanes.remove(lane)
             lost = "" if lane.step is None else f"; it lacks what came from step {lane.step} on"
@@ -587,7 +594,8 @@ class TrackerStream:
             )
 
     def close(self, *, failed: bool = False) -> None:
-        """Let every tracker send what is left, for at most ``CLOSE_S`` together."""
+        """Wait until the trackers have sent their remaining data, for at most ``CLOSE_S`` seconds
+        in total."""
         for lane in self._lanes:
             lane.put(None if lane.problem else lambda tracker: tracker.close(failed))
             lane.put(None)
@@ -605,8 +613,8 @@ class _TrackerThread:
         self.name = name
         self.problem = ""
         self.step: int | None = info.first_step
-        """Step of the entry being sent, the first one lost if the tracker fails; None at the
-        end."""
+        """Step of the entry that is being sent, which is the first one lost if the tracker fails;
+        None at the end."""
         self._waiting: queue.Queue[tuple[int | None, Callable[[RunTracker], None] | None]] = (
             queue.Queue(MAX_QUEUED)
         )

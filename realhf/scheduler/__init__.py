@@ -1,1 +1,1 @@
-"""Schedulers: starting, supervising and stopping worker processes."""
+"""Schedulers, which start, supervise and stop worker processes."""

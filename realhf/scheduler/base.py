@@ -1,5 +1,5 @@
-"""The scheduler contract: starts worker processes, reports their events, and leaves no process
-behind."""
+"""Interface of schedulers. A scheduler starts worker processes, reports their events, and leaves no
+process behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """A worker process to start: ``python -m module *argv``."""
+    """Specification of a worker process, which runs ``python -m module *argv``."""
 
     name: str
     """Unique name, such as ``model_worker/0``."""
@@ -21,21 +21,21 @@ class WorkerSpec:
     argv: tuple[str, ...]
     """Command-line arguments."""
     log: Path
-    """File that standard error is appended to, and standard output unless ``events`` is set."""
+    """File to which standard error is appended and, unless ``events`` is set, standard output."""
     events: bool = False
     """Whether each line of standard output is reported as a ``WorkerLine``."""
     niceness: int = 0
     """Niceness of the worker and its children, from 0 to 19."""
     gpu: int | None = None
-    """The only GPU that the worker sees, numbered among those visible to its starter; None for
-    all."""
+    """Index of the only GPU that the worker sees, among the GPUs visible to the process that starts
+    it; None if it sees all."""
     host: str = ""
     """The only host on which the worker may run; "" lets the scheduler choose."""
 
 
 @dataclass(frozen=True)
 class WorkerLine:
-    """A line of the standard output of a worker started with ``events``."""
+    """Event: a worker with ``events`` has written a line to standard output."""
 
     name: str
     """Name of the worker."""
@@ -45,26 +45,28 @@ class WorkerLine:
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """The exit of a worker."""
+    """Event: a worker has exited."""
 
     name: str
     """Name of the worker."""
     exit_code: int
-    """Exit code; the negative signal number for a signal, as in ``subprocess``."""
+    """Exit code, or the negative signal number if a signal ended the worker, as in
+    ``subprocess``."""
     log: Path
     """Log file of the worker."""
     log_from: int = 0
-    """Offset in bytes at which the output of this worker begins in ``log``, after earlier ones of
-    the same name."""
+    """Offset in bytes at which this worker's output begins in ``log``, after the output of earlier
+    workers with the same name."""
     cause: str = ""
-    """Cause known to the scheduler, such as the loss of the host."""
+    """Cause that the scheduler knows, such as the loss of the host; "" if it knows none."""
     last_words: str = ""
-    """Cause that the worker itself left in memory (``write_last_words``), since its log may be on a
-    full disk."""
+    """Cause that the worker itself has written to memory (``write_last_words``), because its log
+    may be on a full disk."""
 
     @property
     def reason(self) -> str:
-        """The cause of the exit in words: 'exit code 3', 'killed by SIGKILL', or ``cause``."""
+        """Description of the exit: ``cause``, or a phrase such as 'exit code 3' or 'killed by
+        SIGKILL'."""
         if self.cause:
             return self.cause
         if self.exit_code >= 0:
@@ -77,7 +79,7 @@ class WorkerExit:
 
 @dataclass(frozen=True)
 class Notice:
-    """A message for the user."""
+    """Event: a message for the user."""
 
     text: str
     """The message."""
@@ -85,7 +87,8 @@ class Notice:
 
 @dataclass(frozen=True)
 class WorkersWanted:
-    """A request for more workers: a host with spare capacity has joined an asynchronous run."""
+    """Event: more workers are requested, because a host with spare capacity has joined an
+    asynchronous run."""
 
     host: str
     """Name of the host."""
@@ -97,7 +100,7 @@ class WorkersWanted:
 
 @dataclass(frozen=True)
 class DeferredStart:
-    """The actual start of a worker whose start was deferred."""
+    """Event: a worker whose start was deferred has now been started."""
 
     name: str
     """Name of the worker."""
@@ -105,7 +108,7 @@ class DeferredStart:
 
 @dataclass(frozen=True)
 class RestartRequest:
-    """A request to restart the run from its last checkpoint, with new keys."""
+    """Event: the run must restart from its last checkpoint with new keys."""
 
     why: str
     """Reason for the restart."""
@@ -115,59 +118,63 @@ WorkerEvent = WorkerLine | WorkerExit | Notice | WorkersWanted | DeferredStart |
 
 
 class Scheduler(Protocol):
-    """A scheduler of worker processes. It belongs to the thread that starts the workers, which end
-    with it."""
+    """Interface of a scheduler of worker processes. All methods are called on the thread that
+    starts the workers; the workers end when that thread ends."""
 
     def start(self, spec: WorkerSpec) -> None:
         """Start a worker.
 
-        The name of an ended worker can be used again; processes that it left behind are killed
-        first. Raises OSError if the process cannot be created, and ValueError for a name in use or
-        a GPU that does not exist."""
+        The name of a worker that has ended can be used again; any processes that it has left behind
+        are killed first. Raises OSError if the process cannot be created, and ValueError for a name
+        in use or a GPU that does not exist.
+        """
         ...
 
     def wait(self, timeout_s: float) -> list[WorkerEvent]:
-        """Wait for events and return them in order, or an empty list after ``timeout_s`` seconds.
+        """Wait for events and return them in order. Return an empty list if none occurs within
+        ``timeout_s`` seconds.
 
-        Lines of a worker come before its exit, and each exit is reported once."""
+        A worker's lines come before its exit, and each exit is reported once.
+        """
         ...
 
     def kill(self, name: str, cause: str, *, pid: int = 0, started: int = 0) -> None:
-        """Kill a worker and all of its descendants with SIGKILL, and report ``cause`` with its
-        exit.
+        """Kill a worker and all of its descendants with SIGKILL. Its exit is reported with
+        ``cause``.
 
-        With ``pid`` and ``started`` (see ``WorkerInfo``) only if they identify the current process
-        of that name. Unknown names are ignored."""
+        If ``pid`` and ``started`` are given (see ``WorkerInfo``), the worker is killed only if they
+        identify its current process. Unknown names are ignored.
+        """
         ...
 
     def interrupt(self, name: str) -> None:
-        """Send SIGINT to a worker on this machine, which then saves its progress and exits. Unknown
-        names are ignored. The launcher sends it to the master."""
+        """Send SIGINT to a worker on this machine. Unknown names are ignored. The launcher
+        interrupts the master in this way, which then saves its progress and exits."""
         ...
 
     def stop(self, grace_s: float = 8.0) -> None:
-        """Send SIGTERM to all workers, and kill those still running after ``grace_s`` seconds, with
-        all their descendants. No process is left afterwards. Further calls have no effect."""
+        """Send SIGTERM to all workers. Those that still run after ``grace_s`` seconds are killed
+        with all their descendants, so that no process is left. Further calls have no effect."""
         ...
 
 
 @dataclass(frozen=True)
 class SchedulerDefinition:
-    """An entry of the registry of schedulers."""
+    """An entry of the scheduler registry."""
 
     options: type[Any]
-    """Dataclass of the scheduler's options, all with defaults, the section ``scheduler``."""
+    """Dataclass of the scheduler's options, which form the section ``scheduler``. All need
+    defaults."""
     make: Callable[[Any], Scheduler]
     """Return a scheduler for an instance of ``options``. The launcher calls it once per job and
     once for the workers, on the thread that then owns the scheduler."""
     several_hosts: bool = False
-    """Whether workers may run on other hosts, so that the run needs ``network.bind``."""
+    """Whether workers may run on other hosts. If so, the run needs ``network.bind``."""
     problems: Callable[[Any, Sequence[str]], Iterable[str]] | None = None
-    """Return what is wrong with the options, as ``OPTION: TEXT``, for a run with workers of these
-    names."""
+    """Return the problems of the options, each as ``OPTION: TEXT``, for a run whose workers have
+    these names."""
     elsewhere: Callable[[Any, str], bool] | None = None
-    """Return whether a worker, by the options and its name, runs on another host, which then
-    assigns its GPUs."""
+    """Return whether the worker with this name runs on another host, which then assigns its GPU."""
     script: Callable[[Any, Sequence[str]], str] | None = None
-    """Return a batch script that launches a run with the options and these arguments, and
-    determines the addresses itself. ``mode=check`` prints it."""
+    """Return a batch script that launches a run with these options and arguments and determines the
+    addresses itself. ``mode=check`` prints it."""

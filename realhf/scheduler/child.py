@@ -1,10 +1,10 @@
-"""Entry point of a local worker process: ties its life to the parent's, then runs the worker's
-module.
+"""Entry point of a local worker process. It makes the process end with its parent, then runs the
+worker's module.
 
     python -m realhf.scheduler.child PARENT_PID NICENESS MODULE ARGUMENT...
 
-The process exits with ``os._exit`` after the module: the orderly shutdown of an interpreter that
-has imported torch would cost more than a second of CPU.
+When the module has finished, the process exits with ``os._exit``, because the orderly shutdown of
+an interpreter that has imported torch would take more than a second of CPU time.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from realhf.scheduler.process import (
 
 
 def exit_process(code: object) -> None:
-    """End the process with the exit code of ``sys.exit(code)``, without finalizing the
-    interpreter."""
+    """Exit with the same exit code as ``sys.exit(code)``, without finalizing the interpreter."""
     atexit._run_exitfuncs()
     if code is not None and not isinstance(code, int):
         write_last_words(str(code))
-    with contextlib.suppress(OSError):  # The log's disk may be full.
+    with contextlib.suppress(OSError):  # the log's disk may be full
         if code is not None and not isinstance(code, int):
             print(code, file=sys.stderr)
         sys.stderr.flush()

@@ -1,7 +1,8 @@
-"""Visible GPUs of a process, and their assignment to workers.
+"""Functions that list a process's visible GPUs and restrict a worker to one of them.
 
-GPUs are numbered from 0 among those that the process sees: if ``CUDA_VISIBLE_DEVICES`` is set, as
-batch systems and containers do, number 0 is the first entry of that list.
+A GPU's number is its index, from 0, among the GPUs that the process sees. If
+``CUDA_VISIBLE_DEVICES`` is set, as in batch systems and containers, number 0 is the first entry of
+that list.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
-"""Folder in which the driver lists the GPUs of the machine."""
+"""Folder in which the driver lists the machine's GPUs."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """Environment variable that restricts the GPUs that a process sees."""
 
@@ -19,10 +20,12 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 def visible_gpus(
     environment: Mapping[str, str] | None = None, driver: Path = DRIVER
 ) -> tuple[str, ...]:
-    """Return the GPUs that a process sees, in CUDA's order, as driver numbers or UUIDs.
+    """Return the GPUs that a process sees, in CUDA's order, each as a driver number or UUID.
 
-    ``environment`` is the environment of the process, None for this one. As in CUDA, the list ends
-    at the first entry that does not exist, and a list that names a GPU twice shows none."""
+    ``environment`` contains the environment variables of the process; None for this process's. As
+    in CUDA, the list ends at the first entry that does not exist, and no GPU is visible if the list
+    names one twice.
+    """
     listed = _parse_visible(os.environ if environment is None else environment)
     gpu_count = len([*driver.glob("*")]) if driver.is_dir() else 0
     if listed is None:
@@ -43,10 +46,11 @@ def global_gpu_names(
     """Return a globally unique name for each of ``visible_gpus``: ``machine`` and the GPU's bus
     address.
 
-    All processes of a machine give a GPU the same name, whichever GPUs they see. For numbered GPUs
-    this requires that all are of one model, because the driver does not list others in CUDA's
-    order. A UUID that the driver does not list, such as that of a MIG instance, is used as the name
-    itself."""
+    All processes on a machine use the same name for a GPU, regardless of which GPUs they see. For
+    numbered GPUs this requires that all GPUs are of the same model; otherwise the driver does not
+    list them in CUDA's order. A UUID that the driver does not list, such as that of a MIG instance,
+    is itself used as the name.
+    """
     listed = sorted(driver.glob("*"))
     uuids = {entry.name: _read_uuid(entry) for entry in listed}
 
@@ -74,10 +78,11 @@ def _read_uuid(entry: Path) -> str:
 
 
 def restrict_to_gpu(gpu: int, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return an environment in which a worker sees only the GPU with this number.
+    """Return environment variables with which a worker sees only the GPU with this number.
 
-    It is numbered among the GPUs of ``environment`` (None for this process's). Raises ValueError if
-    there are fewer."""
+    The number is an index among the GPUs that are visible in ``environment`` (None for this
+    process's environment). Raises ValueError if there is no such GPU.
+    """
     base = os.environ if environment is None else environment
     listed = _parse_visible(base)
     if listed is None:

@@ -1,8 +1,9 @@
-"""The local scheduler: workers as processes of this machine, each in its own session.
+"""Local scheduler, which runs workers as processes on this machine, each in its own session.
 
-Workers are started as new processes or forked from a prepared one. Importing PyTorch takes each
-worker two seconds of CPU, and more on a busy machine. ``PreparedWorkers`` imports it once for all
-workers of a host, while the host registers; ``prepared_server`` is the other side.
+Workers are either started as new processes or forked from a prepared process. Importing PyTorch
+would take each new process two seconds of CPU time. ``PreparedWorkers`` controls a process that
+imports it once for all workers of a host, while the host registers; ``prepared_server`` is the
+program of that process.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ from realhf.scheduler.process import LAST_WORDS, create_last_words, read_last_wo
 OOM_KILLED = "killed by the kernel because memory ran out"
 """Prefix of ``WorkerExit.cause`` for a worker that the kernel's OOM killer ended."""
 RECENT_KILL_S = 5.0
-"""Maximum time in seconds between a rise of the kernel's counter and the exit of the killed
+"""Maximum seconds between an increase of the kernel's counter and the exit of the killed
 process."""
 POLL_INTERVAL_S = 1.0
-"""Minimum interval in seconds between two reads of the kernel's counter."""
+"""Minimum seconds between two reads of the kernel's counter."""
 _KILLS = "oom_kill"
 
 
 class OomKillMonitor:
-    """Detects OOM kills through the kernel's counter for the control group that this process shares
-    with its workers, or for the whole machine if the group has none. Call ``poll`` every few
-    seconds."""
+    """Detector of OOM kills. It reads the kernel's counter for the control group that this process
+    shares with its workers, or for the whole machine if the group has no counter. Call ``poll``
+    every few seconds."""
 
     def __init__(self, mount: Path = MOUNT, proc: Path = Path("/proc")) -> None:
         self._mount = mount
@@ -68,8 +69,8 @@ class OomKillMonitor:
         self._next_poll_at = 0.0
 
     def poll(self, *, now: bool = False) -> None:
-        """Read the counter and record the time of a kill; at most every ``POLL_INTERVAL_S`` unless
-        ``now``."""
+        """Read the counter, and record the time if it has increased. Unless ``now``, the counter is
+        read at most every ``POLL_INTERVAL_S`` seconds."""
         if now or process_clock.now() >= self._next_poll_at:
             self._next_poll_at = process_clock.now() + POLL_INTERVAL_S
             count = self._read_count()
@@ -78,10 +79,11 @@ class OomKillMonitor:
             self._count = count
 
     def explain_sigkill(self, peak_bytes: int) -> str:
-        """Return the cause of a SIGKILL that this process did not send if it was an OOM kill, else
+        """Return the cause of a SIGKILL that this process has not sent, if it was an OOM kill; else
         "".
 
-        ``peak_bytes`` is the peak memory of the killed process."""
+        ``peak_bytes`` is the peak memory of the killed process in bytes.
+        """
         self.poll(now=True)
         if process_clock.now() - self._last_kill_at > RECENT_KILL_S:
             return ""
@@ -99,33 +101,35 @@ class OomKillMonitor:
 
 
 PREPARE_TIMEOUT_S = 120.0
-"""Time in seconds that workers wait for the prepared imports before they import themselves."""
+"""Seconds that worker starts are delayed by unfinished prepared imports. After that, workers import
+the modules themselves."""
 FORK_TIMEOUT_S = 15.0
 """Timeout in seconds for forking a worker."""
 SERVER_EXIT_S = 0.1
-"""Time in seconds that the fork server gets to exit."""
+"""Seconds within which the fork server must exit."""
 
 
 class ForkedWorker:
-    """A forked worker process, with the part of the interface of ``subprocess.Popen`` that is used
-    here."""
+    """A forked worker process. It has the part of the ``subprocess.Popen`` interface that this
+    module uses."""
 
     def __init__(self, pid: int, pidfd: int, stdout: IO[bytes] | None) -> None:
         self.pid = pid
         self.stdout = stdout
         self.returncode: int | None = None
         self.peak_bytes = 0
-        """Peak resident memory in bytes, known after the exit."""
+        """Peak resident memory in bytes; 0 until the process has exited."""
         self._pidfd = pidfd
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while the process runs."""
+        """Return the exit code (negative if a signal ended the process), or None while the process
+        runs."""
         if self.returncode is None:
             try:
                 pid, status, usage = os.wait4(self.pid, os.WNOHANG)
                 self.peak_bytes = usage.ru_maxrss * 1024
             except ChildProcessError:
-                # Another part of the program has reaped it: report exit code 1.
+                # Another part of the program has already reaped the process: report exit code 1.
                 pid = self.pid
                 status = 1 << 8
             if pid:
@@ -156,10 +160,11 @@ class ForkedWorker:
 
 
 class PreparedWorkers:
-    """A process with ``modules`` imported, from which workers are forked, between ``start`` and
-    ``stop``.
+    """Handle of a process that imports ``modules`` and then forks workers. It runs from ``start``
+    to ``stop``.
 
-    The calling process must adopt orphans (``adopt_orphans``). Not thread-safe."""
+    The calling process must adopt orphans (``adopt_orphans``). Not thread-safe.
+    """
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._modules = tuple(modules)
@@ -180,10 +185,11 @@ class PreparedWorkers:
         self._give_up_at = process_clock.now() + PREPARE_TIMEOUT_S
 
     def is_importing(self) -> bool:
-        """Return whether the imports are still running, so that workers should be started later.
+        """Return whether the imports are still running. If so, workers should be started later.
 
-        Does not block. After ``PREPARE_TIMEOUT_S`` the process is ended and workers are started
-        without it."""
+        Does not block. If the imports take longer than ``PREPARE_TIMEOUT_S``, the process is ended,
+        and workers are started without it.
+        """
         if self._server is None or self._ready:
             return False
         try:
@@ -208,11 +214,13 @@ class PreparedWorkers:
         environment: Mapping[str, str],
         lines: bool,
     ) -> ForkedWorker | None:
-        """Fork a process that runs ``python -m module *argv``, or return None without a prepared
+        """Fork a process that runs ``python -m module *argv``. Return None if there is no prepared
         process.
 
-        ``environment`` holds changed environment variables. Standard error, and unless ``lines`` is
-        set standard output, go to the descriptor ``log``, and the last words to ``last_words``."""
+        ``environment`` contains environment variables to change. Standard error and, unless
+        ``lines`` is set, standard output are written to the descriptor ``log``. The worker's last
+        words are written to the descriptor ``last_words``.
+        """
         if self.is_importing() or self._server is None or not self._server.alive():
             return None
         request = {
@@ -228,8 +236,8 @@ class PreparedWorkers:
                 os.close(forked.pidfd)
                 raise ProcessLookupError(f"{module} has ended already")
         except (OSError, RuntimeError, ValueError):
-            # A worker that is forked after the timeout is never released by the server, and ends
-            # with it.
+            # If the server forks the worker after the timeout, the worker waits to be released,
+            # which never happens, and ends with the server.
             self.stop()
             if lines:
                 os.close(read)
@@ -242,7 +250,7 @@ class PreparedWorkers:
         )
 
     def stop(self) -> None:
-        """End the process. Forked workers continue."""
+        """End the prepared process. Workers that were forked from it continue."""
         if self._server is not None:
             self._server.stop(SERVER_EXIT_S)
         self._server = None
@@ -250,7 +258,7 @@ class PreparedWorkers:
 
 
 _KILL_TIMEOUT_S = 5.0
-"""Time in seconds to wait for killed processes to disappear."""
+"""Seconds to wait for killed processes to disappear."""
 
 
 @dataclass
@@ -260,34 +268,35 @@ class _Child:
     spec: WorkerSpec
     process: subprocess.Popen[bytes] | ForkedWorker
     pidfd: int
-    """Descriptor that becomes readable at the exit; -1 once it is closed."""
+    """Descriptor that becomes readable when the process exits; -1 once it is closed."""
     log: IO[bytes]
     log_from: int
     """Offset in bytes at which this worker's output begins in ``log``."""
     last_words: int
-    """Descriptor of the last words, see ``create_last_words``; -1 once it is closed."""
+    """Descriptor to which the worker writes its last words, see ``create_last_words``; -1 once it
+    is closed."""
     partial: bytes = b""
-    """Output after the last complete line."""
+    """Output that was read after the last complete line."""
     cause: str = ""
-    """Cause given to ``kill``."""
+    """Argument ``cause`` of ``kill``; "" if the worker was not killed."""
     descendants: set[psutil.Process] = field(default_factory=set)
-    """Descendants seen when the worker was asked to end."""
+    """Descendants that the worker had when it was told to end."""
 
     @property
     def lines(self) -> int | None:
-        """The descriptor of the event stream, or None without events."""
+        """Descriptor of the worker's event stream; None if it has none."""
         return self.process.stdout.fileno() if self.process.stdout else None
 
 
 class LocalScheduler:
-    """``Scheduler`` for subprocesses of this machine. Exits are detected through pidfds, without
-    polling.
+    """``Scheduler`` that runs workers as subprocesses on this machine. Exits are detected through
+    pidfds, without polling.
 
-    With ``adopts_orphans`` this process adopts the orphans of its workers (see
-    ``adopt_orphans``). All children that remain at the end are then killed, except those from
-    before the scheduler's creation, those created in ``preserve_children``, and their descendants.
-    Use it only in a process that starts nothing else in the meantime. With ``prepared`` workers are
-    forked if its process is available.
+    Set ``adopts_orphans`` if this process adopts its workers' orphans (see ``adopt_orphans``). All
+    children of this process that remain at the end are then killed, except those that existed
+    before the scheduler, those created in ``preserve_children``, and their descendants. So use it
+    only in a process that starts no other children. If ``prepared`` is given, workers are forked
+    from its process whenever that is available.
     """
 
     def __init__(
@@ -382,8 +391,8 @@ class LocalScheduler:
 
     @contextlib.contextmanager
     def preserve_children(self) -> Iterator[None]:
-        """Exempt the children that this process gets within the block from being killed at the
-        end."""
+        """Context manager that protects children of this process which are created in its block
+        from being killed at the end."""
         before = set(psutil.Process().children())
         try:
             yield
@@ -391,7 +400,7 @@ class LocalScheduler:
             self._preserved |= set(psutil.Process().children()) - before
 
     def watch(self, descriptor: int) -> None:
-        """Let ``wait`` return, possibly without events, when this descriptor becomes readable."""
+        """Make ``wait`` return, possibly without events, when this descriptor becomes readable."""
         self._selector.register(descriptor, selectors.EVENT_READ, None)
 
     def unwatch(self, descriptor: int) -> None:
@@ -424,7 +433,7 @@ class LocalScheduler:
         _kill(victims)
 
     def _kill_orphans(self, child: _Child) -> None:
-        """Kill the processes that an ended worker left behind, such as servers that it had
+        """Kill the processes that an ended worker has left behind, such as servers that it had
         started."""
         workers = {other.process.pid for other in self._children.values()}
         victims = {
@@ -521,7 +530,7 @@ def _spawn(
 
 
 def _peak_bytes(process: subprocess.Popen[bytes] | ForkedWorker) -> int:
-    """Reap an ended process and return its peak memory in bytes, or 0 if it was reaped
+    """Reap an ended process and return its peak memory in bytes; 0 if it was already reaped
     elsewhere."""
     if isinstance(process, ForkedWorker):
         process.poll()

@@ -1,10 +1,10 @@
-"""Fork server of ``PreparedWorkers``: imports the workers' modules once, then forks a worker per
-request.
+"""Fork server that ``PreparedWorkers`` starts. It imports the workers' modules once, then forks a
+worker for each request.
 
     python -m realhf.scheduler.prepared_server FD OWNER_PID MODULE...
 
-Its owner adopts orphans, so it becomes the parent of the forked workers. They behave like processes
-started through ``realhf.scheduler.child``.
+The process that started the server adopts orphans, so it becomes the parent of the forked workers.
+These behave like processes started through ``realhf.scheduler.child``.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ _log = logging.getLogger(__name__)
 
 
 def prepare(modules: Sequence[str]) -> None:
-    """Import modules. A module that cannot be imported is skipped; the worker that needs it reports
-    the error.
+    """Import modules. A module that cannot be imported is skipped, because the worker that needs it
+    will report the error.
 
-    Main modules of workers are removed from ``sys.modules`` again, since each worker runs its
-    own."""
+    The workers' main modules are removed from ``sys.modules`` afterwards, because each worker runs
+    its main module anew.
+    """
     for name in modules:
         try:
             importlib.import_module(name)
@@ -44,15 +45,17 @@ def prepare(modules: Sequence[str]) -> None:
             _log.info("%s is not prepared: %s", name, error)
         if name.startswith("workers."):
             sys.modules.pop(name, None)
-    # Exclude the imported objects from garbage collection in the workers, so that their pages stay
-    # shared.
+    # Exclude the imported objects from garbage collection in the workers, so that the memory pages
+    # of these objects stay shared.
     gc.freeze()
 
 
 def work(owner: int, request: dict[str, Any], descriptors: list[int]) -> None:
-    """Run a worker in the forked process; does not return.
+    """Run a worker in the forked process. Does not return.
 
-    ``descriptors`` are those of its standard output, its log and its last words."""
+    ``descriptors`` contains the descriptors for the worker's standard output, its log and its last
+    words.
+    """
     code: object = 1
     try:
         set_last_words_descriptor(descriptors.pop())
@@ -64,7 +67,7 @@ def work(owner: int, request: dict[str, Any], descriptors: list[int]) -> None:
         lower_priority(int(request["niceness"]))
         os.environ.update(request["environment"])
         sys.argv = [request["module"], *request["argv"]]
-        # Without this, records would be written by the server's handlers as well.
+        # Otherwise the server's handlers would write log records as well.
         logging.getLogger().handlers.clear()
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
         code = 0

@@ -1,4 +1,4 @@
-"""Life cycle of worker processes: exit with the parent, adoption of orphans, and one-line failure
+"""Life cycle of worker processes: ending with the parent, adoption of orphans, and one-line failure
 reports."""
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ _PR_GET_CHILD_SUBREAPER = 37
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Let the kernel send SIGTERM to this process when the thread that started it ends.
+    """Make the kernel send SIGTERM to this process when the thread that started it ends.
 
-    Raises SystemExit if the parent has ended already. On other systems than Linux only that is
-    checked."""
+    Raises SystemExit if the parent has already ended. On systems other than Linux, only this check
+    is made.
+    """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent_pid:
         raise SystemExit("the process that started this worker has ended")
@@ -32,11 +33,11 @@ def die_with_parent(parent_pid: int) -> None:
 
 @contextlib.contextmanager
 def adopt_orphans() -> Iterator[None]:
-    """Make this process the parent of orphaned descendants within the block, so that none of them
-    escapes.
+    """Context manager within which this process becomes the parent of its orphaned descendants, so
+    that it can end all of them.
 
-    The previous setting is restored afterwards, since a program that embeds the launcher might not
-    reap orphans.
+    The previous setting is restored afterwards, because a program that embeds the launcher might
+    not reap orphans.
     """
     before = ctypes.c_int(0)
     _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
@@ -58,27 +59,29 @@ def _prctl(option: int, value: object) -> None:
 FATAL = "FATAL: "
 """Prefix of the log line that states why a worker failed."""
 STOP_WITHIN_S = 5
-"""Time in seconds for clean-up after SIGTERM. Then the kernel ends the process with SIGALRM,
-because no other process may be left to do so."""
+"""Seconds for clean-up after SIGTERM. After that the kernel ends the process with SIGALRM, because
+there may be no other process left that would kill it."""
 
 
 class WorkerStopped(SystemExit):
-    """Raised by SIGTERM, so that the process runs every ``finally`` block."""
+    """Raised when SIGTERM arrives, so that the process runs every ``finally`` block."""
 
 
 LAST_WORDS = "REALHF_LAST_WORDS"
-"""Environment variable with the descriptor of ``create_last_words`` for a started process."""
+"""Environment variable through which a started process gets the descriptor from
+``create_last_words``."""
 LAST_WORDS_BYTES = 4096
 """Maximum length of the last words in bytes."""
 _last_words = -1
-"""Descriptor of this process's last words; -1 without one."""
+"""Descriptor to which this process writes its last words; -1 if there is none."""
 
 
 def create_last_words() -> int:
-    """Return the descriptor of a new memory file of ``LAST_WORDS_BYTES`` bytes for a worker's
-    failure message.
+    """Create a memory file of ``LAST_WORDS_BYTES`` bytes for a worker's failure message, and return
+    its descriptor.
 
-    It complements the log, whose disk may be full. Raises OSError."""
+    It is used in addition to the log, whose disk may be full. Raises OSError.
+    """
     descriptor = os.memfd_create("last-words", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.truncate(descriptor, LAST_WORDS_BYTES)
@@ -95,30 +98,34 @@ def create_last_words() -> int:
 
 
 def set_last_words_descriptor(descriptor: int) -> None:
-    """Set the descriptor that ``write_last_words`` writes to. Child processes do not inherit it."""
+    """Set the descriptor to which ``write_last_words`` writes. Child processes do not inherit
+    it."""
     global _last_words
     os.set_inheritable(descriptor, False)
     _last_words = descriptor
 
 
 def write_last_words(text: str) -> None:
-    """Write the cause of this process's failure for its parent, if that provided a descriptor.
-    Never raises OSError."""
+    """Write the cause of this process's failure for its parent, if the parent has provided a
+    descriptor. Never raises OSError."""
     if _last_words >= 0:
         with contextlib.suppress(OSError):
             os.pwrite(_last_words, text.encode("utf-8", "replace")[:LAST_WORDS_BYTES], 0)
 
 
 def read_last_words(descriptor: int) -> str:
-    """Return the text that a worker wrote to the descriptor of ``create_last_words``, or ""."""
+    """Return the text that a worker has written to a descriptor from ``create_last_words``; "" if
+    none."""
     return os.pread(descriptor, LAST_WORDS_BYTES, 0).rstrip(b"\0").decode("utf-8", "replace")
 
 
 def run_guarded(work: Callable[[], None], folder: Path | None = None) -> int:
-    """Run a worker's main function and return the exit code of the process.
+    """Run a worker's main function ``work`` and return the exit code for the process.
 
-    SIGTERM raises WorkerStopped in it (exit code 143) and leaves ``STOP_WITHIN_S`` seconds for
-    clean-up. ``folder`` is where it writes files, for messages about a full disk."""
+    SIGTERM raises WorkerStopped in ``work`` (exit code 143), which then has ``STOP_WITHIN_S``
+    seconds for clean-up. ``folder`` is the folder into which it writes files, for messages about a
+    full disk.
+    """
     signal.signal(signal.SIGTERM, _on_sigterm)
     try:
         work()
@@ -126,7 +133,7 @@ def run_guarded(work: Callable[[], None], folder: Path | None = None) -> int:
         return int(stop.code or 0)
     except Exception as error:
         write_last_words(describe_failure(error, folder))
-        with contextlib.suppress(OSError):  # The log may be on the full disk.
+        with contextlib.suppress(OSError):  # the log may be on the full disk
             traceback.print_exc()
             print(FATAL + describe_failure(error, folder), file=sys.stderr, flush=True)
         return 1
@@ -134,9 +141,11 @@ def run_guarded(work: Callable[[], None], folder: Path | None = None) -> int:
 
 
 def describe_failure(error: BaseException, folder: Path | None = None) -> str:
-    """Return an error as one line without a traceback.
+    """Describe an error in one line, without a traceback.
 
-    ``folder`` is where the process writes files, for a full disk in an error that names no file."""
+    ``folder`` is the folder into which the process writes files. It is named if the disk is full
+    and the error does not name a file.
+    """
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         what = (
             "no space left on the device"
@@ -155,10 +164,11 @@ def describe_failure(error: BaseException, folder: Path | None = None) -> str:
 
 
 def find_failure_cause(log: Path, since: int = 0, last_words: str = "") -> str | None:
-    """Return why a worker failed, or None if nothing is known.
+    """Return why a worker failed, or None if the cause is not known.
 
-    In order of preference: the line that ``run_guarded`` wrote to the log from byte ``since`` on,
-    the worker's ``last_words``, and the last line of the log."""
+    The cause is, in order of preference, the line that ``run_guarded`` has written to the log after
+    byte ``since``, the worker's ``last_words``, or the last line of the log.
+    """
     lines = [line for line in read_log_lines(log, 400, since) if line.strip()]
     marked = [line.removeprefix(FATAL) for line in lines if line.startswith(FATAL)]
     if marked:
@@ -167,7 +177,8 @@ def find_failure_cause(log: Path, since: int = 0, last_words: str = "") -> str |
 
 
 def find_fatal_line(tail: bytes) -> str:
-    """Return the cause that ``run_guarded`` wrote to the end of a log, or ""."""
+    """Return the cause that ``run_guarded`` has written, from the end of a log; "" if there is
+    none."""
     lines = tail.decode("utf-8", "replace").splitlines()
     return next(
         (line.removeprefix(FATAL) for line in reversed(lines) if line.startswith(FATAL)), ""
@@ -175,14 +186,14 @@ def find_fatal_line(tail: bytes) -> str:
 
 
 def read_log_lines(log: Path, n_lines: int, since: int = 0) -> list[str]:
-    """Return at most ``n_lines`` last lines of a log file, from byte ``since`` on and within its
-    last 64 KiB."""
+    """Return the last lines of a log file: at most ``n_lines``, after byte ``since``, and within
+    the last 64 KiB."""
     return read_log_end(log, since).decode("utf-8", "replace").splitlines()[-n_lines:]
 
 
 def read_log_end(log: Path, since: int = 0, max_bytes: int = 1 << 16) -> bytes:
-    """Return the content of a log file from byte ``since`` on, at most its last ``max_bytes``
-    bytes; b"" for a file that cannot be read."""
+    """Return the content of a log file from byte ``since`` on, but at most the last ``max_bytes``
+    bytes; b"" if the file cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)
@@ -193,8 +204,8 @@ def read_log_end(log: Path, since: int = 0, max_bytes: int = 1 << 16) -> bytes:
 
 
 def _on_sigterm(signum: int, frame: FrameType | None) -> None:
-    """Handle SIGTERM: raise WorkerStopped, and let SIGALRM end the process if it does not exit in
-    time."""
+    """Signal handler for SIGTERM that raises WorkerStopped. SIGALRM ends the process if it does not
+    exit in time."""
     del frame
     signal.alarm(STOP_WITHIN_S)
     raise WorkerStopped(128 + signum)

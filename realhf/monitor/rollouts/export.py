@@ -1,7 +1,7 @@
 """Export of a run's rollouts for other programs: JSON lines, a Parquet table, or logs for Inspect.
 
-Writing the logs does not need the package of Inspect; ``make test-inspect`` reads them back with
-it.
+Writing the logs does not require the Inspect package; ``make test-inspect`` checks that Inspect can
+read them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TRAIN_FIELDS = (
 
 @dataclass
 class ExportCounts:
-    """Counts of an export."""
+    """Number of exported rollouts."""
 
     rollouts: int = 0
     without_record: int = 0
@@ -49,7 +49,7 @@ class ExportCounts:
 
 
 def sort_rows(store: RolloutStore) -> list[RolloutRow]:
-    """Return the valid rollouts in the order of their records on the disk."""
+    """Return the valid rollouts in the order of their records on disk."""
     return sorted(
         store.rows(),
         key=lambda row: (row.play.writer, row.play.shard, row.play.offset, row.play.line),
@@ -57,10 +57,10 @@ def sort_rows(store: RolloutStore) -> list[RolloutRow]:
 
 
 def flatten_row(row: RolloutRow) -> dict[str, Any]:
-    """Return the index fields of a rollout: those of ``play``, and those of ``train`` as
-    ``train_<name>``.
+    """Return the index fields of a rollout as a flat dict: the fields of ``play``, and the fields
+    of ``train`` under ``train_<name>``.
 
-    The latter are None if it was not trained.
+    The latter are None if the rollout was not trained on.
     """
     fields = {
         name: value
@@ -76,7 +76,8 @@ def flatten_row(row: RolloutRow) -> dict[str, Any]:
 def iterate_records(
     store: RolloutStore, rows: list[RolloutRow], counts: ExportCounts
 ) -> Iterator[tuple[RolloutRow, dict[str, Any]]]:
-    """Yield each row with its record, {} if it cannot be read, and update ``counts``."""
+    """Yield (row, record) for each row and update ``counts``. The record is {} if it cannot be
+    read."""
     for row in rows:
         counts.rollouts += 1
         try:
@@ -106,8 +107,9 @@ _TYPES = (
 def write_parquet(store: RolloutStore, out: Path) -> ExportCounts:
     """Write a Parquet table with a row for each rollout.
 
-    Columns: the index fields (``flatten_row``), ``status``, ``message``, and as JSON texts the
-    conversation (``messages``) and the whole ``record``. Raises ImportError without pyarrow.
+    Its columns are the index fields (``flatten_row``), ``status``, ``message``, and two JSON
+    strings: the conversation (``messages``) and the whole ``record``. Raises ImportError if pyarrow
+    is not installed.
     """
     try:
         import pyarrow as arrow  # type: ignore[import-not-found]
@@ -146,11 +148,11 @@ _ROLES = ("system", "user", "assistant", "tool")
 
 
 def write_inspect(store: RolloutStore, out: Path) -> ExportCounts:
-    """Write into the folder ``out`` the log ``train.eval``, and ``eval-<name>-step<k>.eval`` for
-    each evaluation.
+    """Write logs for Inspect into the folder ``out``: ``train.eval`` for training, and
+    ``eval-<name>-step<k>.eval`` for each evaluation.
 
-    A sample in a log is a task instance, and each epoch of it a rollout. Scores are ``reward`` and
-    ``success``; a failure is an error without a score.
+    A sample in a log is a task instance, and each of its epochs is a rollout. Scores are ``reward``
+    and ``success``. A failed rollout has an error and no score.
     """
     counts = ExportCounts()
     out.mkdir(parents=True, exist_ok=True)
@@ -276,7 +278,7 @@ def _build_sample(
 
 
 def _iterate_messages(messages: list[Any], id: str) -> Iterator[dict[str, Any]]:
-    """Yield the messages of a conversation in the format of Inspect."""
+    """Yield the messages of a conversation in Inspect's format."""
     for number, message in enumerate(messages):
         role = message.get("role") if message.get("role") in _ROLES else "user"
         content = message.get("content")
@@ -327,8 +329,8 @@ def _sample_summary(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _safe_sample_name(sample: str) -> str:
-    """Return a name of a sample for a file in a log: its id, or if this is long or unsafe, a part
-    of it and a hash."""
+    """Return a file name within a log for a sample: its id or, if the id is too long or contains
+    unsafe characters, a part of it and a hash."""
     safe = "".join(
         each if each.isascii() and (each.isalnum() or each in "-_@") else "_" for each in sample
     )[:80]
@@ -346,14 +348,14 @@ def _format_time(seconds: float) -> str:
 
 
 class ExportFailed(Exception):
-    """Rollouts that cannot be exported; the text has the reason and a remedy."""
+    """Raised if rollouts cannot be exported. The message contains the reason and a remedy."""
 
 
 def export(run: Path, kind: str, out: Path) -> ExportCounts:
     """Write the rollouts of the folder ``run`` as ``kind`` (one of KINDS) to ``out``.
 
-    out: a file; for ``inspect`` a folder with a log for training and one for each evaluation. Files
-    are complete or absent. Raises ExportFailed.
+    out: a file or, for ``inspect``, a folder. Files are written completely or not at all. Raises
+    ExportFailed.
     """
     if kind not in KINDS:
         raise ExportFailed(f"--to {kind}: unknown (known: {', '.join(KINDS)})")
@@ -368,9 +370,11 @@ def export(run: Path, kind: str, out: Path) -> ExportCounts:
 
 
 def write_jsonl(store: RolloutStore, out: Path) -> ExportCounts:
-    """Write a JSON line for each rollout: the index fields (``flatten_row``), and its ``record``.
+    """Write a JSON line for each rollout, with the index fields (``flatten_row``) and the
+    ``record``.
 
-    Rollouts with recorded tokens have the trainer's data of them as ``trained``.
+    If a rollout's tokens were recorded in training, the trainer's data about them is included as
+    ``trained``.
     """
     counts = ExportCounts()
     with atomic_file(out) as partial, partial.open("wb") as file:
@@ -391,9 +395,9 @@ KINDS: MappingProxyType[str, Callable[[RolloutStore, Path], ExportCounts]] = Map
 
 
 def export_command(arguments: Sequence[str]) -> int:
-    """Export the rollouts of a run, by the ``arguments`` after the word ``export``.
+    """Run the command ``export`` with these ``arguments``, which exports the rollouts of a run.
 
-    Returns the exit code: 0, or 1 after one line with the error.
+    Returns the exit code: 0, or 1 after an error, which is printed as one line.
     """
     parser = argparse.ArgumentParser(
         prog="python -m realhf.view export",

@@ -1,9 +1,9 @@
-"""Format of the folder ``rollouts/`` of a run (docs/reference/rollouts.md 1).
+"""Format of the folder ``rollouts/`` in a run folder (docs/reference/rollouts.md 1).
 
-There are two families of files: ``play`` (a rollout as played) and ``train`` (the trainer's data of
-it). Each process appends to files of its own: shards of gzip members that contain records as JSON
-lines, and an index with a line for each rollout. An index line is written after the member with its
-record.
+There are two families of files: ``play`` (rollouts as played) and ``train`` (the trainer's data
+about them). Each process appends to its own files: shards, which consist of gzip members that
+contain records as JSON lines, and an index with a line for each rollout. An index line is written
+after the member that contains its record.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ FAMILIES = (PLAY, TRAIN)
 INDEX_SUFFIX = ".index.jsonl"
 SHARD_SUFFIX = ".jsonl.gz"
 NO_SHARD = -1
-"""Shard number of a line without a record."""
+"""Shard number of an index line without a record."""
 MAX_NAME_CHARS = 300
-"""Maximum characters of a task's or group's name in an index line."""
+"""Maximum number of characters of a task or group name in an index line."""
 
 
 class Header(msgspec.Struct, kw_only=True):
@@ -37,43 +37,44 @@ class Header(msgspec.Struct, kw_only=True):
     """Version of the format."""
     family: str
     writer: str
-    """Name of the writer in file names: worker, start and process."""
+    """Name of the writer in file names, which contains the worker, the start time and the process
+    id."""
     worker: str
-    """Process as ``kind/index``."""
+    """Name of the process, as ``kind/index``."""
     began: float
     """Start of the writer, in seconds since the epoch."""
     by_step: bool = True
-    """Whether the process works step by step: a later incarnation that begins at step k then
-    invalidates this one's lines of step k and later."""
+    """Whether the process works step by step. If so, a later incarnation that begins at step k
+    invalidates this writer's lines of step k and later."""
 
 
 class IndexLine(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """Index line with the location of its record.
 
-    Excluded from garbage collection (``gc=False``), since a reader has hundreds of thousands of
-    them and they contain only numbers and texts.
+    Excluded from garbage collection (``gc=False``), because a reader has hundreds of thousands of
+    them and they contain only numbers and strings.
     """
 
     id: str
-    """``<sample>/<row>``."""
+    """Id of the rollout, ``<sample>/<row>``."""
     time: float
-    """Seconds since the epoch."""
+    """Time of writing in seconds since the epoch."""
     step: int
     shard: int = NO_SHARD
-    """Number of the shard."""
+    """Number of the shard that contains the record; ``NO_SHARD`` if there is no record."""
     offset: int = 0
     """Offset of the gzip member in the shard."""
     bytes: int = 0
-    """Size of the member."""
+    """Size of the member in bytes."""
     line: int = 0
-    """Line of the record in the member, from 0."""
+    """Index of the record's line in the member, from 0."""
     has_tokens: bool = False
     writer: int = NO_SHARD
-    """Number of the index in a reader; not in the file."""
+    """Number that a reader gives to the index file; not stored in the file."""
 
     @property
     def sample(self) -> str:
-        """Sample, that is group, of the rollout."""
+        """Id of the sample (group) to which the rollout belongs."""
         return self.id.rpartition("/")[0]
 
     @property
@@ -85,12 +86,13 @@ class IndexLine(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
 class PlayLine(IndexLine, kw_only=True, omit_defaults=True):
     """Index line of a rollout as played.
 
-    ``step`` is the train step that played it, from 1 as in ``metrics.jsonl`` (in an asynchronous
-    run the one after its admission); for an evaluation it is the number of completed steps.
+    ``step`` is the train step that played the rollout, counted from 1 as in ``metrics.jsonl``. In
+    an asynchronous run it is the step after its admission, and in an evaluation the number of
+    completed steps.
     """
 
     version: int | None = None
-    """Oldest policy version that sampled one of its tokens; None without tokens."""
+    """Oldest policy version that sampled one of the rollout's tokens; None if it has no tokens."""
     task: str = ""
     template: str = ""
     group: str = ""
@@ -98,7 +100,7 @@ class PlayLine(IndexLine, kw_only=True, omit_defaults=True):
     split: str = "train"
     """``train`` or ``eval/<name>``."""
     reward: float | None = None
-    """None for a failure."""
+    """Reward; None if the rollout failed."""
     success: bool = False
     length: int = 0
     """Number of sampled tokens."""
@@ -108,43 +110,47 @@ class PlayLine(IndexLine, kw_only=True, omit_defaults=True):
     """Kind of failure; None for a valid rollout."""
     attempt: int = 0
     branch: int | None = None
-    """If the row is a further conversation of a rollout: the row of the rollout."""
+    """If this row is a further conversation of a rollout: number of the rollout's main row; else
+    None."""
     seconds: float = 0.0
-    """Duration of playing."""
+    """Duration of playing in seconds."""
 
 
 class TrainLine(IndexLine, kw_only=True, omit_defaults=True):
-    """Index line of a trained row; ``step`` is the train step, from 1.
+    """Index line of a row that was trained on. ``step`` is the train step, counted from 1.
 
-    Statistics are None where they are unknown: a row without signal does not pass through the
-    model.
+    Unknown statistics are None, for example because a row without a learning signal does not pass
+    through the model.
     """
 
     version: int = 0
     """Version of the weights that were trained."""
     advantage: float | None = None
-    """Mean over its trained tokens."""
+    """Mean advantage over the trained tokens."""
     ratio_max: float | None = None
-    """Largest ratio of new to old probability in its last pass."""
+    """Largest ratio of new to old probability in the last pass."""
     clip_fraction: float | None = None
-    """Fraction of clipped tokens in its last pass."""
+    """Fraction of clipped tokens in the last pass."""
     mismatch: float | None = None
-    """Mean |engine - trainer| of the log-probabilities before any update of the step."""
+    """Mean absolute difference between the engine's and the trainer's log-probabilities before the
+    step's first update."""
     n_tokens: int = 0
     """Number of trained tokens."""
     staleness: int | None = None
-    """Number of versions between its oldest token and the trained weights."""
+    """Number of versions between the weights that sampled the oldest token and the trained
+    weights."""
 
 
 class IndexNote(msgspec.Struct, kw_only=True):
-    """Index line about the recording: why it stopped, or how much was dropped."""
+    """Index line that says why the recording stopped or how much was dropped."""
 
     note: str
     time: float
 
 
 def rollouts_folder(folder: Path) -> Path:
-    """Return the folder of rollouts of a run folder; ``folder`` itself if it is one."""
+    """Return the folder of rollouts in a run folder; ``folder`` itself if it is already the folder
+    of rollouts."""
     return folder if folder.name == FOLDER else folder / FOLDER
 
 
@@ -159,12 +165,13 @@ def index_name(family: str, writer: str) -> str:
 
 
 def shorten_text(text: str, most: int = MAX_NAME_CHARS) -> str:
-    """Return a text as valid UTF-8, shortened to ``most`` characters."""
+    """Return a string shortened to ``most`` characters that can be encoded as UTF-8."""
     return repair_text(text if len(text) <= most else text[: most - 3] + "...")
 
 
 def repair_text(text: str) -> str:
-    """Return a text as valid UTF-8: lone surrogates become replacement characters."""
+    """Return a string that can be encoded as UTF-8, with lone surrogates replaced by replacement
+    characters."""
     return (
         text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
     )
@@ -173,8 +180,8 @@ def repair_text(text: str) -> str:
 def encode_record(value: Any) -> bytes:
     """Encode a record as one JSON line without a newline.
 
-    Lone surrogates are kept as escapes. Numbers that JSON lacks become null, keys become texts, and
-    values of other types their descriptions.
+    Lone surrogates are written as escapes. Numbers that JSON does not support become null, keys
+    become strings, and values of other types are replaced by descriptions.
     """
     try:
         return _ENCODER.encode(value)
@@ -185,14 +192,15 @@ def encode_record(value: Any) -> bytes:
 
 
 def decode_record(line: bytes) -> Any:
-    """Decode a line from ``encode_record``. Raises ValueError."""
+    """Decode a line that ``encode_record`` has written. Raises ValueError."""
     return json.loads(line)
 
 
 def to_plain(value: Any, depth: int = 40, text: Callable[[str], str] = str) -> Any:
     """Convert any value to plain data for JSON.
 
-    text: applied to all texts. Values nested deeper than ``depth`` become their descriptions.
+    text: function that is applied to all strings. Values nested deeper than ``depth`` are replaced
+    by descriptions.
     """
     if value is None or isinstance(value, (bool, int)):
         return value
@@ -215,8 +223,8 @@ def to_plain(value: Any, depth: int = 40, text: Callable[[str], str] = str) -> A
 
 
 def _describe(value: Any) -> Any:
-    """Return a substitute for a value that JSON lacks: the number in a numpy scalar, otherwise a
-    description."""
+    """Return a substitute for a value that JSON does not support: the number in a NumPy scalar,
+    otherwise a description."""
     item = getattr(value, "item", None)
     if callable(item) and getattr(value, "shape", None) == ():
         return to_plain(item())

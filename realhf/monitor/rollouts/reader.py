@@ -1,4 +1,5 @@
-"""Reader of a run's rollouts, also during the run. Indexes are read at once, records on request."""
+"""Reader of a run's rollouts, which also works during the run. It reads all index lines, but
+records only on request."""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ from realhf.monitor.rollouts.format import (
 
 Line = PlayLine | TrainLine
 _MAX_LINE_BYTES = 2**20
-"""Maximum length of a line; no writer writes a longer one."""
+"""Maximum length of an index line in bytes. Writers do not write longer ones."""
 
 
 class _Version(msgspec.Struct):
-    """The version in the first line of an index."""
+    """Format version in the first line of an index."""
 
     rollouts: int | None = None
 
@@ -42,8 +43,8 @@ class _Version(msgspec.Struct):
 class IndexFile:
     """Incremental reader of the index at ``path``.
 
-    ``problem``: why it cannot be read (another format version, not an index), "" if it can.
-    ``notes``: its writer's notes about the recording. ``bad_lines``: number of malformed lines.
+    ``problem``: why the file cannot be read (for example because of another format version), or "".
+    ``notes``: the writer's notes about the recording. ``bad_lines``: number of malformed lines.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,7 +57,8 @@ class IndexFile:
 
     @property
     def torn(self) -> bool:
-        """Whether the file ends within a line: it is being written, or its writer was killed."""
+        """Whether the file ends within a line, because it is being written or its writer was
+        killed."""
         return bool(self._tail.torn)
 
     @property
@@ -66,8 +68,8 @@ class IndexFile:
         return self._tail.epoch > 0
 
     def read_new_lines(self) -> list[Line]:
-        """Return the lines that were completed since the last call; none of a ``replaced`` file.
-        Raises OSError."""
+        """Return the lines that were completed since the last call; [] if the file was
+        ``replaced``. Raises OSError."""
         lines: list[Line] = []
         for line in self._tail.lines():
             if self.replaced or self.problem:
@@ -120,35 +122,37 @@ _NOTE = msgspec.json.Decoder(IndexNote).decode
 
 
 _MAX_MEMBER_BYTES = 2**30
-"""Maximum size of an unpacked member."""
+"""Maximum size of an uncompressed gzip member in bytes."""
 
 
 class NoRecord(LookupError):
-    """A record that cannot be read; the text has the reason."""
+    """Raised if a record cannot be read. The message contains the reason."""
 
 
 class RolloutRow(NamedTuple):
-    """A rollout as played and as trained."""
+    """A rollout as it was played and as it was trained on."""
 
     play: PlayLine
     train: TrainLine | None
-    """None if it was not trained (yet)."""
+    """The trainer's index line; None if the rollout has not been trained on."""
 
     @property
     def step(self) -> int:
-        """Step that trained it, or else the step that played it."""
+        """Step that trained on the rollout; if none has, the step that played it."""
         return self.train.step if self.train is not None else self.play.step
 
     @property
     def staleness(self) -> int | None:
-        """Number of versions between the weights of its oldest token and those that trained it."""
+        """Number of versions between the weights that sampled the oldest token and the weights that
+        were trained on it; None if unknown."""
         return self.train.staleness if self.train is not None else None
 
 
 class LineTable:
-    """Index lines of one family in the order of reading.
+    """Index lines of one family, in the order in which they were read.
 
-    ``lines`` only grows, except by ``clear``. ``newest``: position of the newest line of each id.
+    ``lines`` only grows until ``clear`` empties it. ``newest`` contains the position in ``lines``
+    of the newest line of each id.
     """
 
     def __init__(self) -> None:
@@ -162,7 +166,7 @@ class LineTable:
         self.__init__()
 
     def add(self, header: Header, lines: Sequence[Line]) -> None:
-        """Add lines of one index."""
+        """Add lines from one index, whose first line is ``header``."""
         known = self.lines
         newest = self.newest
         for line in lines[:1]:
@@ -180,8 +184,9 @@ class LineTable:
     def _follows(self, other: Line, header: Header, line: Line) -> bool:
         """Return whether ``line`` was written after ``other``.
 
-        For incarnations of one worker the order of their starts decides, since the clock may have
-        been set back between them; otherwise the clock does.
+        Lines of two incarnations of one worker are ordered by the starts of the incarnations,
+        because the clock may have been set back between them. All other lines are ordered by their
+        time.
         """
         earlier = self._headers[other.writer]
         if earlier.worker == header.worker and earlier.began != header.began:
@@ -189,9 +194,11 @@ class LineTable:
         return other.time <= line.time
 
     def valid_lines(self) -> Iterator[Line]:
-        """Yield the valid lines: the newest of each id, unless a resumed run has repeated its step.
+        """Yield the valid lines. A line is valid if it is the newest of its id and no resumed run
+        has repeated its step.
 
-        The latter is so if a later incarnation of its worker began at this step or before.
+        The step was repeated if a later incarnation of the worker began at that step or an earlier
+        one.
         """
         last: dict[int, int] = {}
         for writer, (own, _) in self._first_steps.items():
@@ -210,8 +217,8 @@ class LineTable:
 
 
 class RolloutStore:
-    """Rollouts in ``folder``, a run's folder or its ``rollouts``. Nothing is read before
-    ``refresh``.
+    """Rollouts in ``folder``, which is a run folder or its folder ``rollouts``. Nothing is read
+    until ``refresh`` is called.
 
     ``epoch`` counts how often everything was read from the start because files were replaced.
     """
@@ -227,7 +234,7 @@ class RolloutStore:
 
     @property
     def problems(self) -> list[str]:
-        """Problems of the folder, and notes of its writers about the recording, a sentence each."""
+        """Problems of the folder, and the writers' notes about the recording, one sentence each."""
         if self._missing:
             return [
                 f"{self.folder}: there are no rollouts (recording is off, has not begun, or the "
@@ -246,14 +253,15 @@ class RolloutStore:
 
     @property
     def torn(self) -> list[str]:
-        """Names of the indexes that end within a line: the run goes on, or a process was killed."""
+        """Names of the index files that end within a line, because the run is in progress or a
+        process was killed."""
         return [index.path.name for index in self._indexes if index.torn]
 
     def refresh(self) -> int:
-        """Read the lines added since the last call; return their number.
+        """Read the lines that were added since the last call; return their number.
 
-        If a file was replaced, everything is read from the start. Errors are not raised, but listed
-        in ``problems``.
+        If a file was replaced, all files are read from the start. Errors are not raised but added
+        to ``problems``.
         """
         try:
             candidates = [
@@ -303,16 +311,16 @@ class RolloutStore:
         return rollouts
 
     def record(self, line: Line) -> dict[str, Any]:
-        """Return the record of a line. Raises NoRecord if there is none, or its file is missing or
-        damaged."""
+        """Return the record to which an index line refers. Raises NoRecord if there is none, or if
+        its file is missing or damaged."""
         try:
             return _parse_record(self.member(line), line)
         except (ValueError, RecursionError) as error:
             raise NoRecord(f"{line.id}: its shard is damaged: {error}") from error
 
     def member(self, line: Line) -> list[bytes]:
-        """Return the JSON lines of the gzip member that contains the record of a line. Raises
-        NoRecord."""
+        """Return the JSON lines in the gzip member that contains the record of an index line.
+        Raises NoRecord."""
         if line.shard == NO_SHARD:
             raise NoRecord(f"{line.id}: no record was kept")
         if not 0 <= line.writer < len(self._indexes):
@@ -331,8 +339,8 @@ class RolloutStore:
             ) from error
 
     def _member_lines(self, path: Path, line: Line) -> list[bytes]:
-        """Unpack a member. The last one is cached, since neighbours are often read one after the
-        other."""
+        """Return the lines of an uncompressed member. The last member is cached, because
+        neighbouring records are often read one after the other."""
         key = (line.writer, line.shard, line.offset, line.bytes)
         known = self._cached_member
         if known is None or known[0] != key:

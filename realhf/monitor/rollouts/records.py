@@ -1,7 +1,8 @@
-"""Records and index lines of rollouts, as played and as trained, for the selected samples.
+"""Conversion of the selected samples' rollouts, both as played and as trained on, to records and
+index lines.
 
-The selection depends only on the sample's id, so that all processes that see a sample decide alike
-without communication, and a group is kept completely or not at all.
+The selection depends only on the sample's id. So all processes that see a sample make the same
+decision without communication, and a group is recorded completely or not at all.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _RANGE = float(1 << 64)
 
 @dataclass(frozen=True)
 class Selection:
-    """Selection of the samples that are recorded."""
+    """Rule that selects the samples to record."""
 
     share: float = 1.0
     """Fraction of the samples, from 0 to 1."""
@@ -52,10 +53,10 @@ class Selection:
 
 
 def build_selection(config: MonitorConfig, *, n_seqs: int, group_size: int) -> Selection:
-    """Return the selection by ``monitor.rollouts`` and ``monitor.rollout_tokens``.
+    """Return the selection that ``monitor.rollouts`` and ``monitor.rollout_tokens`` specify.
 
-    n_seqs: number of samples in a step, with ``group_size`` rollouts each. A number of rollouts is
-    rounded up to whole groups.
+    n_seqs: number of samples in a step, which have ``group_size`` rollouts each. If
+    ``monitor.rollouts`` is a number, it is rounded up to whole groups.
     """
     if config.rollouts == ALL_ROLLOUTS:
         return Selection(1.0, config.rollout_tokens)
@@ -64,7 +65,7 @@ def build_selection(config: MonitorConfig, *, n_seqs: int, group_size: int) -> S
 
 
 def _hash_to_unit_interval(purpose: str, key: str) -> float:
-    """Return a number in [0, 1) that is a hash of the two texts."""
+    """Hash two strings to a number in [0, 1)."""
     digest = hashlib.blake2b(
         f"{purpose}/{key}".encode("utf-8", "surrogatepass"), digest_size=8
     ).digest()
@@ -72,18 +73,18 @@ def _hash_to_unit_interval(purpose: str, key: str) -> float:
 
 
 MAX_TEXT_CHARACTERS = 2**20
-"""Maximum characters of one message."""
+"""Maximum number of characters in a message."""
 INFO_BYTES = 16 * 1024
-"""Maximum size of an environment's ``info`` of one turn."""
+"""Maximum size in bytes of the ``info`` that an environment gives for one turn."""
 _DIGITS = 5
 """Decimal places of recorded numbers."""
 _MAX_INFO_VALUES = 32
-"""Number of values up to which an ``info`` is shortened value by value."""
+"""Maximum number of values in an ``info`` for each value to be shortened separately."""
 Texts = Callable[[Sequence[int]], list[str]]
 
 
 def play_records(sample: PlayedSample, *, with_tokens: bool) -> Iterator[tuple[bytes, PlayLine]]:
-    """Yield record and index line of each row of a sample; a rollout is followed by its
+    """Yield (record, index line) for each row of a sample. A rollout is followed by its
     branches."""
     row = 0
     for outcome in sample.rollouts:
@@ -154,9 +155,10 @@ def _play_record(
 
 
 def _messages(outcome: RolloutOutcome) -> Iterator[dict[str, Any]]:
-    """Yield the conversation: the opening messages, then each turn with the messages after it.
+    """Yield the messages of the conversation: the opening messages, then each turn followed by the
+    environment's answer.
 
-    A message of the policy has ``turn``, the number of its turn.
+    A message of the policy contains the number of its turn as ``turn``.
     """
     for message in outcome.opening:
         yield _message(message)
@@ -180,8 +182,8 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _policy_message(turn: PlayedTurn) -> dict[str, Any]:
-    """Return a turn of the policy as a message. ``text`` is its whole output, if this is more than
-    ``content``."""
+    """Return a policy turn as a message. If the turn's complete output differs from ``content``, it
+    is included as ``text``."""
     policy_turn = turn.policy_turn
     if policy_turn is None:
         return {"role": "assistant", "content": _limit_text(turn.text)}
@@ -200,8 +202,8 @@ def _policy_message(turn: PlayedTurn) -> dict[str, Any]:
 
 
 def _turn_record(outcome: RolloutOutcome, number: int, turn: PlayedTurn) -> dict[str, Any]:
-    """Return the numbers of a turn, with ``version`` and ``n_tokens`` if the row contains its
-    tokens."""
+    """Return the record of a turn: its numbers, and ``version`` and ``n_tokens`` if the row
+    contains the turn's tokens."""
     rewards = outcome.turn_rewards
     record: dict[str, Any] = {"reward": rewards[number] if number < len(rewards) else turn.reward}
     record |= _environment_fields(turn)
@@ -243,10 +245,11 @@ def _environment_fields(turn: PlayedTurn) -> dict[str, Any]:
 
 
 def _limit_info(info: Mapping[str, Any]) -> Any:
-    """Return a map of at most about ``INFO_BYTES``.
+    """Return an ``info`` whose size is limited to approximately ``INFO_BYTES``.
 
-    In a larger map the largest values are shortened to the space that the smaller ones leave. A map
-    with more than ``_MAX_INFO_VALUES`` values, or with very long names, becomes a text as a whole.
+    If it is larger, its largest values are shortened to the space that the smaller ones leave. If
+    it has more than ``_MAX_INFO_VALUES`` values, or very long names, the whole ``info`` is replaced
+    by a shortened string.
     """
     as_text = limit_size(info)
     if as_text is info or len(info) > _MAX_INFO_VALUES:
@@ -266,7 +269,7 @@ def _limit_info(info: Mapping[str, Any]) -> Any:
 
 
 def _token_record(outcome: RolloutOutcome, texts: Texts | None) -> dict[str, Any]:
-    """Return the token ids of prompt and completion, and the engine's data of each token of the
+    """Return the token ids of prompt and completion, and the engine's data for each token of the
     completion."""
     record: dict[str, Any] = {
         "prompt_ids": outcome.prompt_ids,
@@ -283,8 +286,8 @@ def _token_record(outcome: RolloutOutcome, texts: Texts | None) -> dict[str, Any
 
 
 def _limit_text(text: Any) -> Any:
-    """Return a text without the middle of a very long one; other content (a list of parts) limited
-    in size."""
+    """Limit the size of a message's content: omit the middle of a very long string, and limit other
+    content (a list of parts) with ``limit_size``."""
     if not isinstance(text, str):
         return limit_size(text, MAX_TEXT_CHARACTERS)
     if len(text) <= MAX_TEXT_CHARACTERS:
@@ -294,8 +297,8 @@ def _limit_text(text: Any) -> Any:
 
 
 def limit_size(value: Any, max_bytes: int = INFO_BYTES) -> Any:
-    """Return a value if its JSON has at most ``max_bytes`` bytes, else the beginning of its JSON with a
-    note as a text."""
+    """Return a value unchanged if its JSON has at most ``max_bytes`` bytes; otherwise a string with
+    the beginning of its JSON and a note."""
     if not value:
         return value
     encoded = encode_record(value)
@@ -310,8 +313,8 @@ Array = np.ndarray[Any, Any]
 def train_records(
     rows: TrainedRows, selection: Selection
 ) -> Iterator[tuple[bytes | None, TrainLine]]:
-    """Yield record (None if tokens are not recorded) and index line of each row of the selected
-    samples."""
+    """Yield (record, index line) for each row of the selected samples. The record is None if tokens
+    are not recorded."""
     ends = np.cumsum(np.asarray(rows.lengths, dtype=np.int64))
     number = 0
     now = round(time.time(), 3)
@@ -355,7 +358,8 @@ def _train_line(rows: TrainedRows, part: slice, name: str, now: float) -> TrainL
 def _train_record(rows: TrainedRows, part: slice, line: TrainLine) -> dict[str, Any]:
     """Return the columns of a row from its first trained token on.
 
-    Entry k is of token ``first_token + k`` of the row, counted from the first token of its prompt.
+    Entry k belongs to the token ``first_token + k`` of the row, counted from the first token of the
+    prompt.
     """
     first = int(np.flatnonzero(rows.mask[part])[0])
     inner = slice(part.start + first, part.stop)
@@ -375,7 +379,8 @@ def _train_record(rows: TrainedRows, part: slice, line: TrainLine) -> dict[str, 
 
 
 def _column(values: Array, mask: Array) -> list[float | None] | None:
-    """Return rounded numbers, 0 for untrained tokens; None for a column without known values."""
+    """Return a column as rounded numbers, with 0 for untrained tokens; None if no value is
+    known."""
     if np.isnan(values[mask]).all():
         return None
     return np.where(mask, values, 0.0).astype(np.float64).round(_DIGITS).tolist()

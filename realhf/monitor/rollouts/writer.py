@@ -1,11 +1,11 @@
-"""Writer of one process's rollouts, on a thread of its own, so that playing and training never
-wait.
+"""Writer of one process's rollouts. It has its own thread, so that playing and training never wait
+for it.
 
-A member is written before the index lines that refer to it, each by one system call. A killed
-process leaves at most a truncated member without a line, and a truncated line.
+A member is written before the index lines that refer to it, each with one system call. So a killed
+process leaves at most a truncated member without index lines, or a truncated index line.
 
-Errors (a full disk, a removed folder, a rollout that cannot be encoded) are logged once; the run
-goes on.
+Errors (a full disk, a removed folder, a rollout that cannot be encoded) are logged once, and the
+run continues.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from realhf.monitor.rollouts.format import (
 from realhf.monitor.rollouts.records import Selection, build_selection, play_records, train_records
 
 MEMBER_BYTES = 256 * 1024
-"""Size of a member before compression; a larger record is a member of its own."""
+"""Size of a member in bytes before compression. A larger record forms its own member."""
 SHARD_BYTES = 32 * 2**20
-"""Maximum size of a shard."""
+"""Maximum size of a shard in bytes."""
 _LEVEL = 1
-"""Level of gzip compression."""
+"""Compression level for gzip."""
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
 
 
 class ShardWriter:
     """Writer of the shards and the index of one family.
 
-    ``folder`` is created with the first record. Files of the same writer must not exist. ``flush``
-    and ``note`` may raise OSError, after which nothing more should be written.
+    ``folder`` is created when the first record is written. Files of the same writer must not exist
+    yet. ``flush`` and ``note`` may raise OSError; after that, nothing more should be written.
     """
 
     def __init__(self, folder: Path, header: Header) -> None:
@@ -71,11 +71,12 @@ class ShardWriter:
 
     @property
     def has_pending(self) -> bool:
-        """Whether there are lines to flush."""
+        """Whether there are lines that have not been flushed."""
         return bool(self._lines or self._without_record)
 
     def add(self, record: bytes | None, line: IndexLine) -> bool:
-        """Add a line and its record (None for none); return whether the records fill a member."""
+        """Add an index line and its record, or None for no record. Return whether the pending
+        records fill a member."""
         if record is None:
             self._without_record.append(line)
             return False
@@ -85,7 +86,8 @@ class ShardWriter:
         return self._size >= MEMBER_BYTES
 
     def flush(self) -> None:
-        """Write a member with the records, then their lines and the lines without a record."""
+        """Write a member with the pending records, then the pending index lines, including those
+        without a record."""
         records = self._records
         lines = self._lines
         bare = self._without_record
@@ -107,7 +109,7 @@ class ShardWriter:
             self._write_index_lines([*lines, *bare])
 
     def note(self, text: str) -> None:
-        """Write a note about the recording into the index."""
+        """Add a note about the recording to the index."""
         self._write_index_lines([IndexNote(note=text, time=time.time())])
 
     def close(self) -> None:
@@ -128,14 +130,15 @@ class ShardWriter:
         _write(self._index, begin + b"".join(self._encode(line) + b"\n" for line in lines))
 
     def _open_shard(self, size: int) -> int:
-        """Return the descriptor of the shard for the next member: a new one if the current one
-        would be too large."""
+        """Return the descriptor of the shard for the next member of ``size`` bytes. A new shard is
+        opened if the current one would become too large."""
         if self._shard is not None and self._offset and self._offset + size > SHARD_BYTES:
             os.close(self._shard)
             self._shard = None
             self._number += 1
         if self._shard is None:
-            # only once: a folder that was removed during the run is not created again
+            # Create the folder only once: a folder that was removed during the run is not created
+            # again.
             if self._number == 0:
                 self._folder.mkdir(exist_ok=True)
             name = shard_name(self._header.family, self._header.writer, self._number)
@@ -151,21 +154,21 @@ def _write(file: int, data: bytes) -> None:
 
 
 FLUSH_S = 2.0
-"""Seconds after which queued rollouts are written to the disk."""
+"""Seconds after which queued rollouts are written to disk."""
 MAX_QUEUED_TOKENS = 8_000_000
-"""Maximum number of tokens in queued samples and train steps; further ones are counted and
-dropped."""
+"""Maximum number of tokens in queued samples and train steps. Further ones are dropped, and their
+number is noted."""
 _CLOSE_S = 20.0
-"""Seconds that ``close`` waits for the thread."""
+"""Seconds that ``close`` waits for the thread to write the queue."""
 _log = logging.getLogger(__name__)
 
 
 class RolloutWriter(RolloutRecorder):
-    """Recorder of rollouts of the process ``worker`` (``kind/index``) in the run folder
-    ``run_dir``.
+    """Recorder that writes the rollouts of the process ``worker`` (``kind/index``) into the run
+    folder ``run_dir``.
 
-    limit_bytes: size of the folder of rollouts, with the files of all processes, at which recording
-    stops. by_step: see ``Header``. Must be closed.
+    limit_bytes: total size of the folder of rollouts, with the files of all processes, at which
+    recording stops. by_step: see ``Header``. The recorder must be closed.
     """
 
     def __init__(
@@ -220,7 +223,7 @@ class RolloutWriter(RolloutRecorder):
             self._enqueue(rows)
 
     def close(self) -> None:
-        """Write the queue, for up to _CLOSE_S seconds. May be called repeatedly."""
+        """Write the remaining queue, for at most ``_CLOSE_S`` seconds. May be called repeatedly."""
         thread = self._thread
         self._thread = None
         if thread is None:
@@ -258,8 +261,8 @@ class RolloutWriter(RolloutRecorder):
                     family.close()
 
     def _write_batch(self) -> bool:
-        """Process the items of the next FLUSH_S seconds and write them; return False after the last
-        one."""
+        """Process the items that arrive within ``FLUSH_S`` seconds and write them. Return False
+        after the last item."""
         due = process_clock.now() + FLUSH_S
         more = True
         while more and (left := due - process_clock.now()) > 0:
@@ -303,7 +306,8 @@ class RolloutWriter(RolloutRecorder):
                 self._flush(family)
 
     def _flush(self, family: ShardWriter) -> None:
-        """Write the added records. Raises _FolderFull at the limit of bytes, and OSError."""
+        """Write the pending records of a family. Raises _FolderFull when the folder's size limit is
+        reached, and OSError."""
         if not family.has_pending:
             return
         if _count_bytes(self._folder, has_written=self._has_written) >= self._limit:
@@ -312,7 +316,7 @@ class RolloutWriter(RolloutRecorder):
         self._has_written = True
 
     def _stop(self, reason: str) -> None:
-        """Stop recording, and write the reason into the log and, if possible, into the index."""
+        """Stop recording, and write the reason to the log and, if possible, to the index."""
         self.keeps = False
         _log.warning("rollouts are no longer recorded: %s", reason)
         with suppress(OSError):
@@ -320,15 +324,15 @@ class RolloutWriter(RolloutRecorder):
 
 
 class _FolderFull(Exception):
-    """The folder has reached its maximum size."""
+    """Raised when the folder has reached its maximum size."""
 
 
 def _find_last_start(folder: Path, worker: str) -> float:
-    """Return the start of the last incarnation of a worker, from the names of its files; 0 without
-    one.
+    """Return the start time of the last incarnation of a worker, which is taken from its file
+    names; 0 if there is none.
 
-    The next incarnation must have a later start even if the clock was set back, since readers sort
-    by it.
+    Readers sort incarnations by start time, so the next one must have a later time even if the
+    clock was set back.
     """
     pattern = re.compile(
         rf"\w+-{re.escape(worker)}\.([0-9a-f]{{11}})-[0-9a-f]+{re.escape(INDEX_SUFFIX)}"
@@ -348,10 +352,10 @@ def _count_tokens(item: PlayedSample | TrainedRows) -> int:
 
 
 def _count_bytes(folder: Path, *, has_written: bool) -> int:
-    """Return the total size of the files in a folder; 0 if it does not exist and nothing was written
-    yet (``has_written``).
+    """Return the total size of the files in a folder in bytes; 0 if the folder does not exist
+    because nothing was written yet (``has_written``).
 
-    Raises FileNotFoundError if it was removed after a write.
+    Raises FileNotFoundError if the folder was removed after a write.
     """
     try:
         with os.scandir(folder) as entries:
@@ -363,8 +367,8 @@ def _count_bytes(folder: Path, *, has_written: bool) -> int:
 
 
 def open_rollouts(plan: RunPlan, worker: str, *, by_step: bool = True) -> RolloutWriter:
-    """Return the recorder of the process ``kind/index``. by_step: it works step by step, not by
-    sample."""
+    """Return the recorder for the process ``worker`` (``kind/index``) of a run. by_step: see
+    ``Header``."""
     spec = plan.spec
     selection = build_selection(plan.monitor, n_seqs=spec.n_seqs, group_size=_group_size(spec))
     return RolloutWriter(
@@ -373,7 +377,7 @@ def open_rollouts(plan: RunPlan, worker: str, *, by_step: bool = True) -> Rollou
 
 
 def _group_size(spec: ExperimentSpec) -> int:
-    """Return the number of rollouts per sample; 1 if it is not specified."""
+    """Return the number of rollouts per sample; 1 if the specification does not give it."""
     if spec.rollout is not None:
         return spec.rollout.episodes.group_size
     return max((int(mfc.interface_args.get("group_size") or 1) for mfc in spec.mfcs), default=1)
