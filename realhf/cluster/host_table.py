@@ -43,8 +43,8 @@ QUICK_FAILURES = 2
 
 @dataclass
 class HostBackoff:
-    """Failures on a host, and the pause without workers that follows them. The count starts anew
-    when a worker has run on the host for ``QUICK_FAILURE_S``."""
+    """Failures on a host, and the pause without workers that follows them. The count is reset when
+    a worker has run on the host for ``QUICK_FAILURE_S``."""
 
     failures: int = 0
     """Failures in a row."""

@@ -36,7 +36,7 @@ def prepare(modules: Sequence[str]) -> None:
     will report the error.
 
     The workers' main modules are removed from ``sys.modules`` afterwards, because each worker runs
-    its main module anew.
+    its own main module.
     """
     for name in modules:
         try:
