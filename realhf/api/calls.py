@@ -323,7 +323,7 @@ class EvaluateRequest(Message, frozen=True):
     interface_args: dict[str, Any]
     """Arguments of the interface's constructor."""
     args: dict[str, Any]
-    """Arguments of that method."""
+    """Arguments of ``evaluate``."""
     step: int
     """Train step."""
     seed: int

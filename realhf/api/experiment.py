@@ -482,7 +482,7 @@ class RunPlan:
     recover_mode: RecoverMode
     """Whether the run resumes from a checkpoint."""
     torch_threads: int
-    """Value of the option ``torch_threads``: compute threads per worker, or 0 to choose
+    """Value of the option ``torch_threads``: compute threads per model worker, or 0 to choose
     automatically."""
     started_at: float
     """Time of the launch in seconds since the epoch."""

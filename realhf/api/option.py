@@ -89,8 +89,8 @@ class Option:
         return " and ".join(parts)
 
     def is_within_bounds(self, value: float) -> bool:
-        """Return whether a number is within the bounds. An option with any bounds rejects infinity,
-        and every option rejects NaN."""
+        """Return whether a number is within the bounds. If the option has any bounds, infinity and
+        NaN are outside of them."""
         low = self.at_least is None or value >= self.at_least
         high = self.at_most is None or value <= self.at_most
         finite = not self.bound() or abs(value) != math.inf

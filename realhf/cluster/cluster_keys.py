@@ -2,8 +2,8 @@
 
 The launcher's key file stays on its machine. A host's key file contains the public key of the
 launcher's control endpoint, with which the host authenticates the launcher, and the host's key
-pair, with which the endpoint authenticates the host. With a host's key file nobody can impersonate
-the launcher, another host or an operator.
+pair, with which the endpoint authenticates the host. A host's key file does not allow its owner to
+impersonate the launcher, another host or an operator.
 """
 
 from __future__ import annotations
