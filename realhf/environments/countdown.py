@@ -52,16 +52,18 @@ from realhf.env.loader.tasks import GroupedTaskSet, is_held_out
 from realhf.env.loader.threads import Threads
 
 MAX_ANSWER_CHARS = 240
-"""Most characters of an answer; eight numbers with all steps written out need fewer."""
+"""Maximum length of an answer in characters; eight numbers with all steps written out need
+fewer."""
 MAX_DEPTH = 16
-"""Most nested parentheses."""
+"""Maximum depth of nested parentheses."""
 MAX_DIGITS = 18
 _DIGITS = "0123456789"
 _SYMBOLS = "+-*/()=,"
 
 
 class ArithmeticRefused(ValueError):
-    """The text is not valid arithmetic on the given numbers; the message states the reason."""
+    """Raised if a text is not valid arithmetic on the given numbers; the message states the
+    reason."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class EvaluationResult:
 
 def evaluate(text: str, numbers: Iterable[int]) -> EvaluationResult:
     """Return the result of the steps in ``text``. Raises ArithmeticRefused for a syntax error, a
-    number that is not (or no longer) available, a wrong stated value, and a division by 0."""
+    number that is not available (any more), a wrong stated value, or a division by 0."""
     return _Reader(_tokens(text), Counter(numbers)).steps()
 
 
@@ -194,14 +196,14 @@ _CLOSE = "</answer>"
 
 @dataclass(frozen=True)
 class CountdownVerdict:
-    """Judgement of a completion."""
+    """Verdict on a completion."""
 
     valid: bool
     """Whether it is valid arithmetic on the given numbers, with at least one operation."""
     solved: bool
     """Whether it also reaches the target."""
     problem: str = ""
-    """Why it does not, in a sentence."""
+    """Why the task is not solved, in a sentence."""
 
 
 def extract_answer(completion: str) -> str:
@@ -254,7 +256,7 @@ _MAX_DRAWS = 10_000
 
 @dataclass(frozen=True)
 class Level:
-    """Properties of puzzles of one difficulty."""
+    """Properties of the puzzles of one difficulty level."""
 
     numbers: int
     """How many numbers are given."""
@@ -276,7 +278,7 @@ LEVELS: Mapping[str, Level] = MappingProxyType(
         "four-large": Level(4, 12, 25, 60),
     }
 )
-"""Levels by name, easiest first. Each is its own template and group."""
+"""Levels by name, easiest first. Each level is a template and a group of its own."""
 
 
 @dataclass(frozen=True)
@@ -298,18 +300,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Puzzle:
-    """An instance with its solution."""
+    """A task instance with its solution."""
 
     numbers: tuple[int, ...]
     """Given numbers."""
     target: int
     """Number to reach."""
     solution: tuple[Step, ...]
-    """One step for each number but the first."""
+    """Operations that reach the target, one fewer than there are numbers."""
 
     @property
     def split(self) -> str:
-        """Split of the puzzle, by a stable hash of the target and the numbers in any order."""
+        """Split to which the puzzle belongs, by a stable hash of the target and of the numbers in
+        any order."""
         return choose_split(self.numbers, self.target)
 
 
@@ -320,8 +323,8 @@ def choose_split(numbers: Iterable[int], target: int) -> str:
 
 
 def list_operations(left: int, right: int) -> list[Step]:
-    """Return every operation on two numbers with a positive integer result that is not trivial
-    (multiplication or division by 1); the larger number is the left operand."""
+    """Return every operation on two numbers whose result is a positive integer, except trivial ones
+    (multiplication or division by 1). The larger number is the left operand."""
     high = max(left, right)
     low = min(left, right)
     operations = [Step(high, "+", low, high + low)]
@@ -338,7 +341,7 @@ def draw_puzzle(level: Level, split: str, rng: random.Random) -> Puzzle:
     """Draw a puzzle of a level and ``split`` that cannot be solved with fewer operations than its
     solution has.
 
-    Raises RuntimeError if the level has none.
+    Raises RuntimeError if no such puzzle is found for the level.
     """
     for _ in range(_MAX_DRAWS):
         numbers = tuple(rng.randint(1, level.max_number) for _ in range(level.numbers))
@@ -351,8 +354,8 @@ def draw_puzzle(level: Level, split: str, rng: random.Random) -> Puzzle:
 
 
 def _draw_solution(numbers: Sequence[int], level: Level, rng: random.Random) -> tuple[Step, ...]:
-    """Return random steps that use all numbers and end within the bounds of the level; () if they
-    do not."""
+    """Return random steps that use all numbers and whose result is within the bounds of the level;
+    () if the drawn steps do not satisfy this."""
     pool = list(numbers)
     steps = []
     while len(pool) > 1:
@@ -367,8 +370,8 @@ def _draw_solution(numbers: Sequence[int], level: Level, rng: random.Random) -> 
 
 
 def _has_shortcut(numbers: Sequence[int], target: int) -> bool:
-    """Return whether one of the numbers is the target, or a single operation reaches it although
-    the puzzle has more."""
+    """Return whether one of the numbers is the target already, or a single operation reaches the
+    target although the puzzle needs more."""
     if target in numbers:
         return True
     pairs = [(a, b) for i, a in enumerate(numbers) for b in numbers[i + 1 :]]
@@ -378,8 +381,8 @@ def _has_shortcut(numbers: Sequence[int], target: int) -> bool:
 
 
 class CountdownTasks(GroupedTaskSet):
-    """Levels as a task set of one split: every seed draws another instance, and no combination of
-    numbers and target occurs in both splits. Payloads are rows for ``reward``. Raises ValueError
+    """Task set of the levels for one split. Every seed draws another instance, and no combination
+    of numbers and target occurs in both splits. Payloads are rows for ``reward``. Raises ValueError
     for an unknown level or split."""
 
     def __init__(
@@ -418,13 +421,13 @@ def prompt(numbers: Iterable[int], target: int) -> str:
 
 
 CLAIMED_SHARE = 0.6
-"""Share of the habits that claim the target."""
+"""Share of habits whose answer claims to reach the target."""
 _SEED_BITS = 31
 
 
 def demonstrations(tasks: CountdownTasks, request: DemonstrationRequest) -> Iterator[Demonstration]:
-    """Yield the requested demonstrations in random order; of every level the rounded share of each
-    kind."""
+    """Yield the requested demonstrations in random order. Every level gets the rounded share of
+    each kind."""
     rng = random.Random(f"countdown demonstrations {request.seed}")
     draws = [(level, kind) for level in tasks.groups for kind in request.kinds()]
     rng.shuffle(draws)
@@ -435,7 +438,7 @@ def demonstrations(tasks: CountdownTasks, request: DemonstrationRequest) -> Iter
 def demonstration(
     tasks: CountdownTasks, level: str, seed: int, kind: str, rng: random.Random
 ) -> Demonstration:
-    """Return an answer of a kind for the instance that ``seed`` draws."""
+    """Return an answer of kind ``kind`` for the instance that ``seed`` draws."""
     puzzle = tasks.puzzle(level, seed)
     right = format_steps(puzzle.solution)
     if kind == HABIT:
@@ -450,7 +453,7 @@ def demonstration(
 
 
 def format_steps(steps: tuple[Step, ...]) -> str:
-    """Return steps as an answer."""
+    """Format steps as an answer."""
     return ", ".join(map(str, steps))
 
 
@@ -466,7 +469,8 @@ def miss_target(puzzle: Puzzle, rng: random.Random) -> str:
 
 
 def claim_target(puzzle: Puzzle, rng: random.Random) -> str:
-    """Return steps of which the last states the target although its operation has another value."""
+    """Return steps whose last one claims to result in the target although its operation has another
+    value."""
     last = puzzle.solution[-1]
     wrong = [sign for sign, value in _operator_values(last) if value != puzzle.target]
     return format_steps((*puzzle.solution[:-1], replace(last, operator=rng.choice(wrong))))

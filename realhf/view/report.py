@@ -1,4 +1,4 @@
-"""``report.html``: the page about a run as a single file, which opens without a server and can be
+"""``report.html``: the page about a run as a single file, which can be opened without a server and
 sent to others.
 
 python -m realhf.view report RUN_DIR writes it for any run, including runs that are in progress or
@@ -31,7 +31,7 @@ from realhf.view.run_folder import MARKS, finished_state, is_run, read_json
 REPORT_FILE = "report.html"
 """Name of the report in the run's folder."""
 MAX_STEPS = 5_000
-"""Maximum number of steps in a report; longer runs are thinned out."""
+"""Maximum number of steps in a report; for longer runs only evenly spaced steps are kept."""
 MAX_SPANS = 20_000
 """Maximum number of spans in a report; the last ones are kept."""
 MAX_ROLLOUTS = 20_000
@@ -53,10 +53,10 @@ def write_report(run_dir: Path, rollout_bytes: int = ROLLOUT_BYTES) -> Path:
 
 
 def _collect_answers(run: Run, rollout_bytes: int) -> dict[str, Any]:
-    """Return the server's answers about the run, by path."""
+    """Return the answers that the server would give about the run, by path."""
     about = {"number": 0, **run.describe(), "folder": run.folder.name}
     summary = read_json(run.folder / "summary.json")
-    # the launcher may still hold the lock, so the run would seem to be in progress
+    # The launcher may still hold the lock, so the run would seem to be in progress.
     if isinstance(summary, dict) and summary.get("steps") == about["steps"]:
         ended = finished_state(about["steps"])
         about |= {"state": ended.kind, "text": ended.text}
@@ -83,8 +83,8 @@ def _collect_answers(run: Run, rollout_bytes: int) -> dict[str, Any]:
 
 
 def _thin_out(metrics: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """Return columns with every n-th step such that at most ``MAX_STEPS`` remain, the last step
-    among them; and n."""
+    """Return (columns with every n-th step, n), with n chosen such that at most ``MAX_STEPS``
+    remain. The last step is always kept."""
     steps = metrics["steps"]
     every = max(1, math.ceil(len(steps) / MAX_STEPS))
     kept_steps = slice((len(steps) - 1) % every, None, every) if steps else slice(None)
@@ -93,7 +93,7 @@ def _thin_out(metrics: dict[str, Any]) -> tuple[dict[str, Any], int]:
 
 
 def _replace_nonfinite(value: Any) -> Any:
-    """Return a value with None in place of the numbers that standard JSON cannot represent."""
+    """Return a value in which numbers that standard JSON cannot represent are replaced by None."""
     if isinstance(value, dict):
         return {name: _replace_nonfinite(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -104,7 +104,7 @@ def _replace_nonfinite(value: Any) -> Any:
 _IMPORT = re.compile(r'^import (?:\* as (\w+)|\{ ([^}]*) \}) from "\./(\w+)\.js";$', re.MULTILINE)
 """Import statement of a module of the page."""
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) ([\w$]+))", re.MULTILINE)
-"""Word ``export`` before a function, class or constant."""
+"""The word ``export`` before a function, class or constant."""
 _LINK = re.compile(r'<link rel="stylesheet" href="/static/([\w.]+)">\n')
 """Link to a style sheet in index.html."""
 _SCRIPT = re.compile(r'<script( type="module")? src="/static/([\w.]+)"></script>\n')
@@ -112,7 +112,7 @@ _SCRIPT = re.compile(r'<script( type="module")? src="/static/([\w.]+)"></script>
 
 
 def static_files() -> dict[str, Traversable]:
-    """Return the files of the page, and those shared with other pages, sorted by name."""
+    """Return the page's own files and those shared with other pages, sorted by name."""
     folders = (
         resources.files("realhf.view").joinpath("static"),
         resources.files("realhf.base").joinpath("look"),
@@ -122,10 +122,11 @@ def static_files() -> dict[str, Traversable]:
 
 
 def build_page(title: str, answers: Mapping[str, Any]) -> str:
-    """Return the page as one HTML text, with everything that it otherwise loads from a server.
+    """Return the page as one HTML string, including everything that it would otherwise load from a
+    server.
 
-    answers: {path: the server's answer}. The content security policy in the head allows only these
-    scripts and styles, and no requests.
+    answers: the server's answer for each path. The content security policy in the head allows only
+    these scripts and styles, and no requests.
     """
     texts = {name: file.read_text("utf-8") for name, file in static_files().items()}
     page = texts["index.html"]
@@ -153,15 +154,15 @@ def build_page(title: str, answers: Mapping[str, Any]) -> str:
 
 
 def _policy_sources(texts: list[str]) -> str:
-    """Return the sources of a content security policy that allow these texts."""
+    """Return the sources for a content security policy that allows these texts."""
     digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
 def _bundle_modules(texts: Mapping[str, str], name: str) -> str:
-    """Return a module and all its imports as one script. Each module becomes a function that
-    returns its exports, placed after the modules that it imports; a page opened from a file cannot
-    load modules from other files."""
+    """Return a module and all its imports as one script, because a page opened from a file cannot
+    load modules from other files. Each module becomes a function that returns its exports, placed
+    after the modules that it imports."""
     bundled: dict[str, str] = {}
 
     def add(module: str) -> None:

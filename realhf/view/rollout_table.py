@@ -1,5 +1,5 @@
-"""Rollouts of a run for the page: all of them as columns, a single one in full, and a full-text
-search."""
+"""Rollouts of a run for the page: a table of all of them as columns, a single one with all details,
+and a full-text search."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from realhf.view.run_data import pack
 
 Array = np.ndarray[Any, Any]
 NONE = -1
-"""Value for "no version" and "no staleness" in a column of integers."""
+"""Value that means "no version" or "no staleness" in a column of integers."""
 PLAYED_TOKENS = 1
 """Bit of the column ``tokens``: the tokens of the played rollout are recorded."""
 TRAINED_TOKENS = 2
 """Bit of the column ``tokens``: the tokens used in training are recorded."""
 MAX_GROUP = 64
-"""Maximum number of rollouts of a group that are returned with a rollout."""
+"""Maximum number of rollouts of the same group that are returned along with a rollout."""
 MAX_EXTRACTED = 1000
 """Maximum number of rollouts that are extracted in full for a report."""
 _TEXTS = ("task", "template", "group", "env", "split", "failure")
-"""Columns of text, which are sent as indices into tables."""
+"""Columns of strings, which are sent as indices into tables."""
 _MIN_INT32 = -(2**31)
 """Smallest 32-bit integer, the type of the columns."""
 _MAX_INT32 = 2**31 - 1
@@ -39,7 +39,7 @@ _MAX_INT32 = 2**31 - 1
 
 
 class RunRollouts:
-    """Rollouts of a run folder, read as they are added. Thread-safe."""
+    """Rollouts in a run folder, read as they are added. Thread-safe."""
 
     def __init__(self, run_dir: Path) -> None:
         self._store = RolloutStore(run_dir)
@@ -49,10 +49,10 @@ class RunRollouts:
         self._table_version: tuple[Any, ...] = ()
 
     def pack(self) -> bytes:
-        """Return a table of all rollouts as columns (``run_data.pack``), ordered by step, with a
-        row for each rollout and for each further conversation of a rollout (``branch``).
+        """Return a table of all rollouts as columns (``run_data.pack``), ordered by step. Each
+        rollout has a row, and each further conversation of a rollout (``branch``) has one.
 
-        Texts are indices into the tables of the header; the id of a rollout is
+        Strings are sent as indices into the tables of the header. The id of a rollout is
         ``samples[sample]/row``.
         """
         with self._lock:
@@ -62,11 +62,11 @@ class RunRollouts:
             return self._packed_table
 
     def read_rollout(self, name: str, seen: str = "") -> dict[str, Any] | None:
-        """Return the index lines and records of a rollout, and the index lines of its group; None
-        if there is no such rollout.
+        """Return a rollout's index lines and records, and the index lines of its group; None if
+        there is no such rollout.
 
-        A record that cannot be read is replaced by {problem}. ``stamp`` changes when one of the
-        lines does: if it equals ``seen``, no record is read and the result is {id, stamp, same}.
+        A record that cannot be read is replaced by {problem}. ``stamp`` changes whenever one of the
+        lines changes. If it equals ``seen``, no record is read and the result is {id, stamp, same}.
         """
         with self._lock:
             self._store.refresh()
@@ -100,11 +100,11 @@ class RunRollouts:
         }
 
     def extract(self, max_rows: int, max_bytes: int) -> tuple[bytes, dict[str, dict[str, Any]]]:
-        """Return the last ``max_rows`` rows in the form of ``pack``, and {id: result of
-        ``read_rollout``} of the latest rollouts that fit into ``max_bytes`` of JSON.
+        """Return the last ``max_rows`` rows in the format of ``pack``, and {id: result of
+        ``read_rollout``} for the latest rollouts that fit into ``max_bytes`` of JSON.
 
-        The other rollouts are marked as not kept. A rollout that takes a quarter of the bytes or
-        more is left out.
+        In the rows, all other rollouts are marked as not recorded. A rollout that takes a quarter
+        of the bytes or more is left out.
         """
         rows = self.index()[-max_rows:]
         remaining_bytes = max_bytes
@@ -131,11 +131,11 @@ class RunRollouts:
     def search(
         self, text: str, deadline: float, is_stopped: Callable[[], bool]
     ) -> Iterator[dict[str, Any]]:
-        """Yield {ids} of rollouts whose conversation, task or failure contains a text (ignoring
-        case), newest first, and finally {done, searched, of}.
+        """Yield {ids} of rollouts whose conversation, task or failure contains a string (ignoring
+        case), newest first, and at the end {done, searched, of}.
 
-        deadline: time of ``process_clock.now`` at which the search ends. is_stopped: returns
-        whether it must end now.
+        deadline: time on the clock ``process_clock.now`` at which the search ends. is_stopped:
+        returns whether the search must end now.
         """
         with self._lock:
             lines = [row.play for row in self._refresh() if row.play.shard != NO_SHARD]
@@ -158,7 +158,7 @@ class RunRollouts:
         yield {"done": searched == len(lines), "searched": searched, "of": len(lines)}
 
     def _search_member(self, member: Sequence[PlayLine], needle: str) -> Iterator[str]:
-        """Yield the ids of rollouts of one compressed member that contain a text."""
+        """Yield the ids of rollouts in one compressed member of a file that contain a string."""
         try:
             texts = self._store.member(member[0])
         except NoRecord:
@@ -173,28 +173,29 @@ class RunRollouts:
                 yield line.id
 
     def _record(self, line: Any) -> dict[str, Any]:
-        """Return the record of an index line; {problem} if it cannot be read."""
+        """Return the record for an index line; {problem} if it cannot be read."""
         try:
             return self._store.record(line)
         except NoRecord as error:
             return {"problem": str(error)}
 
     def _refresh(self) -> list[RolloutRow]:
-        """Read what was added and return the rows; drop the packed table if they have changed."""
+        """Read what was added and return the rows. If they have changed, drop the cached packed
+        table."""
         self._store.refresh()
         store = self._store
         version = store.epoch, len(store.play.lines), len(store.train.lines), *store.problems
         if version != self._table_version:
             self._table_version = version
             self._packed_table = b""
-            # the rows of a folder that has vanished are still shown
+            # The rows of a folder that has vanished are still shown.
             if store.play.lines or not self._rows:
                 self._rows = sorted(self._store.rows(), key=lambda row: row.step)
         return self._rows
 
 
 class _SearchedFields(msgspec.Struct):
-    """The parts of a record that are searched."""
+    """Parts of a record that are searched."""
 
     task: Any = ""
     """Payload of the task."""
@@ -210,19 +211,20 @@ _decode_words = msgspec.json.Decoder(_SearchedFields).decode
 
 
 def _is_unchanged_by_json(needle: str) -> bool:
-    """Return whether JSON encodes this text unchanged."""
+    """Return whether JSON encodes this string unchanged."""
     return needle.isascii() and needle.isprintable() and not set('"\\') & set(needle)
 
 
 def _may_hold(line: bytes, plain: bytes) -> bool:
-    """Return whether an encoded record may contain a text for which ``_is_unchanged_by_json``
-    holds, without decoding it. A record with characters beyond ASCII, also escaped ones, may always
-    contain it, because such a character can equal an ASCII one when case is ignored."""
+    """Return whether an encoded record may contain a string, without decoding it.
+    ``_is_unchanged_by_json`` must hold for the string. The result is always true for a record with
+    characters beyond ASCII, also escaped ones, because such a character can equal an ASCII one if
+    case is ignored."""
     return plain in line.lower() or not line.isascii() or b"\\u" in line or b"\\/" in line
 
 
 def _searched_text(line: bytes) -> str:
-    """Return the text of a record that is searched, without the names of its fields."""
+    """Return the searched text of a record, without the names of its fields."""
     try:
         words = _decode_words(line)
     except (msgspec.MsgspecError, RecursionError):
@@ -244,7 +246,7 @@ def _searched_text(line: bytes) -> str:
 
 
 def _collect_texts(value: Any, depth: int = 0) -> Iterator[str]:
-    """Yield all texts in a value, to a limited depth."""
+    """Yield all strings in a value, down to a limited depth."""
     if isinstance(value, str):
         yield value
     elif depth < 20 and isinstance(value, (list, dict)):
@@ -263,7 +265,7 @@ def _to_builtins(line: Any) -> dict[str, Any]:
 
 
 def _without_record(row: RolloutRow) -> RolloutRow:
-    """Return a row that is marked as having no record."""
+    """Return a copy of a row that is marked as having no record."""
     play = msgspec.structs.replace(row.play, shard=NO_SHARD)
     return RolloutRow(
         play, None if row.train is None else msgspec.structs.replace(row.train, shard=NO_SHARD)
@@ -271,7 +273,7 @@ def _without_record(row: RolloutRow) -> RolloutRow:
 
 
 def _pack_rows(rows: Sequence[RolloutRow], problems: Sequence[str]) -> bytes:
-    """Return rows in the form of ``RunRollouts.pack``."""
+    """Return rows in the format of ``RunRollouts.pack``."""
     plays = [row.play for row in rows]
     trains = [row.train for row in rows]
     codes: dict[str, Array] = {}
@@ -313,21 +315,21 @@ def _pack_rows(rows: Sequence[RolloutRow], problems: Sequence[str]) -> bytes:
 
 
 def _text_field(play: PlayLine, name: str) -> str:
-    """Return a text of an index line. In runs of earlier versions, which do not record a template,
-    each task is its own template."""
+    """Return a string field of an index line. Runs of earlier versions do not record a template;
+    there each task is its own template."""
     return getattr(play, name) or (play.task if name == "template" else "")
 
 
 def _encode_texts(values: Iterable[str]) -> tuple[Array, list[str]]:
-    """Return texts as indices into a table, and the table."""
+    """Return (index of each string in a table, the table)."""
     table: dict[str, int] = {}
     codes = [table.setdefault(value, len(table)) for value in values]
     return np.array(codes, dtype=np.uint32), list(table)
 
 
 def _to_int32(values: Iterable[int]) -> Array:
-    """Return numbers as an array of int32; numbers out of range, from a damaged index, become the
-    nearest that fits."""
+    """Return numbers as an array of int32. Numbers out of range, which come from a damaged index,
+    are clipped."""
     numbers = list(values)
     try:
         wide = np.fromiter(numbers, dtype=np.int64, count=len(numbers))

@@ -1,4 +1,4 @@
-"""List of runs, and each run as the page shows it: its files, read as they grow."""
+"""List of runs, and the data of each run for the page, read while its files grow."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ MAX_OPTIONS = 5000
 MAX_OPTION_DEPTH = 20
 """Maximum depth of nested options."""
 MAX_VISITS = 50_000
-"""Maximum number of values visited in a configuration, because YAML aliases can refer to the same
-values again and again."""
+"""Maximum number of values visited in a configuration. It is limited, because YAML aliases can
+refer to the same values again and again."""
 MAX_CHARACTERS = 500
 """Maximum number of characters of a value or an event."""
 _HIDDEN_OPTIONS = ("fileroot",)
-"""Options that are not shown."""
+"""Options that are not shown on the page."""
 MAX_EVENTS = 500
-"""Maximum number of events; the last ones are kept."""
+"""Maximum number of events; only the last ones are kept."""
 EVENT_FILES = (DEATHS_FILE, PLACEMENTS_FILE, NONFINITE_FILE)
 """Files from which events are read."""
 _SECRET_NAME = r"[a-z0-9_-]*(?:key|token|secret|password|passwd|passphrase|credentials?)"
-"""Names of options and fields whose values are secrets."""
+"""Pattern for names of options and fields whose values are secrets."""
 _SECRET = re.compile(
     rf"""((?<![a-z0-9_-]){_SECRET_NAME}['"]?\s*[=:]\s*)(?:"[^"]*(?:"|$)|'[^']*(?:'|$)|[^\s,}}\]]+)""",
     re.IGNORECASE,
@@ -67,7 +67,7 @@ _LOGIN = re.compile(r"(://)[^/\s]+@")
 
 
 def run_config(run_dir: Path) -> dict[str, str]:
-    """Return {option: value} of ``config.yaml``; {} if it is missing or invalid. The size of the
+    """Return {option: value} from ``config.yaml``; {} if it is missing or invalid. The size of the
     result is limited, whatever the file contains."""
     import yaml
 
@@ -81,8 +81,8 @@ def run_config(run_dir: Path) -> dict[str, str]:
 
 
 def run_origin(run_dir: Path) -> dict[str, Any]:
-    """Return the command line, commit and versions in ``provenance.json``; missing ones are
-    empty."""
+    """Return the command line, commit and versions from ``provenance.json``; each is empty if it is
+    missing."""
     content = read_json(run_dir / "provenance.json")
     if not isinstance(content, dict):
         return {}
@@ -106,8 +106,8 @@ def run_events(run_dir: Path, hosts: HostLanes) -> list[dict[str, Any]]:
     """Return the events of a run: resumptions, workers that ended early, lost hosts and skipped
     updates.
 
-    Each is {at: seconds since the epoch, or None if unknown, step: last complete step, or None,
-    what: text}.
+    Each event is {at, step, what}: time in seconds since the epoch (None if unknown), last complete
+    step (or None), and a text.
     """
     events: list[dict[str, Any]] = []
     for entry in read_launches(run_dir)[1:]:
@@ -147,8 +147,8 @@ def mask_secrets(text: str) -> str:
     """Return a text without the values of names such as ``api_key``, and without user and password
     in URLs.
 
-    If the text is an option with such a name, like ``env.token=..``, its whole value is removed,
-    because it may contain spaces.
+    If the text is itself an option with such a name, like ``env.token=..``, everything after the
+    "=" is removed, because the value may contain spaces.
     """
     if option := _SECRET_OPTION.fullmatch(text):
         return f"{option[1]}(not shown)"
@@ -158,7 +158,7 @@ def mask_secrets(text: str) -> str:
 def _flatten(
     name: str, value: Any, options: dict[str, str], depth: int, visits: Iterator[int]
 ) -> None:
-    """Add the options below ``name`` to ``options``, within the limits."""
+    """Add ``value`` and all options nested in it to ``options``, within the limits."""
     if next(visits) >= MAX_VISITS or len(options) >= MAX_OPTIONS or name in _HIDDEN_OPTIONS:
         return
     if isinstance(value, dict) and value and depth < MAX_OPTION_DEPTH:
@@ -169,13 +169,13 @@ def _flatten(
 
 
 def _format_option(name: str, value: Any) -> str:
-    """Return the value of an option as text; a secret, recognised by its name, is removed."""
+    """Return the value of an option as text. A secret, recognised by its name, is removed."""
     return mask_secrets(f"{name}={str(value)[:MAX_CHARACTERS]}").removeprefix(f"{name}=")
 
 
 def _is_small(value: Any, depth: int = 0) -> bool:
-    """Return whether formatting a value is cheap; because of YAML aliases, a short file can stand
-    for an endless value."""
+    """Return whether a value is small enough to format. Because of YAML aliases, a short file can
+    stand for an endless value."""
     if not isinstance(value, (dict, list)):
         return True
     inner = list(value.values()) if isinstance(value, dict) else value
@@ -200,7 +200,7 @@ PARTS = {
 
 
 class Run:
-    """A run folder, as the page shows it. Thread-safe; methods block."""
+    """A run folder and its data for the page. Thread-safe; methods block."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
@@ -210,15 +210,15 @@ class Run:
         self.rollouts = RunRollouts(folder)
 
     def stamps(self) -> dict[str, str]:
-        """Return a text for each part, which changes when the part does."""
+        """Return a string for each part of the run, which changes whenever that part changes."""
         return {
             part: " ".join(_stamp(self.folder / name) for name in names)
             for part, names in PARTS.items()
         }
 
     def state(self) -> FolderState:
-        """Return the state of the folder: whether the run is in progress, has ended, or is no
-        run."""
+        """Return the state of the folder: whether the run is in progress or has ended, or that the
+        folder is not a run."""
         try:
             self.metrics.refresh()
         except OSError:
@@ -244,9 +244,8 @@ class Run:
         return entry | {"steps": self.metrics.steps, "tags": list(tags)}
 
     def about(self) -> dict[str, Any]:
-        """Return the run's options, its origin, how far the reward of its environment was proved
-        ("" for a run without an environment), its note, its events, and the processes of each
-        host."""
+        """Return the run's options, its origin, how far its environment's reward was verified (""
+        for a run without an environment), its note, its events, and the processes on each host."""
         hosts = HostLanes(self.folder)
         config = run_config(self.folder)
         return {
@@ -281,8 +280,8 @@ class Run:
         return [asdict(advisory) for advisory in advisories]
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Return a point for each evaluation, sampling method and group: {step, way, group,
-        success, low, high, ..}, sorted by step."""
+        """Return one point per evaluation, sampling method and group, sorted by step: {step, way,
+        group, success, low, high, ..}."""
         content = read_json(self.folder / EVALUATIONS_FILE)
         points: list[dict[str, Any]] = []
         for step, report in content.items() if isinstance(content, dict) else ():
@@ -299,7 +298,7 @@ class Run:
 
 
 def number_or_none(text: str) -> float | None:
-    """Return the number that a text contains; None for any other text."""
+    """Return the number that a string contains; None if it does not contain one."""
     try:
         return float(text)
     except ValueError:
@@ -307,8 +306,8 @@ def number_or_none(text: str) -> float | None:
 
 
 def _stamp(path: Path) -> str:
-    """Return a text that changes when a file does (by inode, size and time), or when a file in a
-    folder does; "-" if the path cannot be read."""
+    """Return a string that changes whenever the file at ``path`` changes (by inode, size and time),
+    or any file in the folder at ``path``; "-" if the path cannot be read."""
     try:
         about = path.stat()
         if path.is_dir():
@@ -351,11 +350,11 @@ MAX_FOLDER_DEPTH = 4
 _INNER = frozenset(
     {"checkpoints", "logs", "policy", "rollouts", "tensorboard", "trace", "wandb", "mlflow"}
 )
-"""Folders of a run, in which no further runs are looked for."""
+"""Folders inside a run, which are not searched for further runs."""
 
 
 class RunList:
-    """Runs in the order in which they were found; the number of a run never changes."""
+    """Runs in the order in which they were found. The number of a run never changes."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = [Path(os.path.abspath(folder)) for folder in folders]
@@ -364,10 +363,11 @@ class RunList:
         self._lock = threading.Lock()
 
     def refresh(self) -> list[Run]:
-        """Look for added runs, and return all runs.
+        """Look for new runs, and return all runs.
 
-        If there are more than ``MAX_RUNS``, those written to last are added first. A given folder
-        without runs counts as a run, so that the page can show what is wrong with it.
+        If there are more than ``MAX_RUNS``, the most recently written ones are added first. A given
+        folder that contains no runs is listed as a run itself, so that the page can show what is
+        wrong with it.
         """
         with self._lock:
             added: dict[Path, str] = {}
@@ -391,8 +391,8 @@ class RunList:
             return list(self._left_off)
 
     def first(self) -> int:
-        """Return the number of the run that the page opens first: the first given one or, for a
-        folder of runs, the one written to last."""
+        """Return the number of the run that the page opens first: the first given run or, for a
+        folder of runs, the most recently written one."""
         with self._lock:
             runs = list(self._runs.values())
         if not runs or is_run(self._folders[0]):
@@ -407,7 +407,7 @@ class RunList:
 
 
 def _find_runs(folder: Path, depth: int) -> Iterator[Path]:
-    """Yield the runs below a folder, down to a depth."""
+    """Yield the runs below a folder, at most ``depth`` levels down."""
     try:
         inner = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
     except OSError:
@@ -422,8 +422,8 @@ def _find_runs(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _last_write(run: Path) -> float:
-    """Return when a run wrote its last step, or started, in seconds since the epoch; 0 if it has
-    vanished."""
+    """Return the time at which a run wrote its last step, or started, in seconds since the epoch; 0
+    if the folder has vanished."""
     for path in (run / METRICS_FILE, run):
         with suppress(OSError):
             return path.stat().st_mtime

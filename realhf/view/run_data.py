@@ -1,6 +1,6 @@
-"""Metrics and trace of a run, read as its files grow, as columns for the page.
+"""Metrics and trace of a run, read while their files grow, as columns for the page.
 
-Runs of earlier versions are read under today's names, where the meaning is the same.
+In runs of earlier versions, values whose meaning is the same are given their present names.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KINDS = {
     "uint16": "u16",
     "uint8": "u8",
 }
-"""Names of the element types for the page, by the names of the dtypes."""
+"""Names of the element types for the page, by the name of the dtype."""
 MEDIA_TYPE = "application/octet-stream"
 """Media type of a packed answer."""
 
@@ -49,8 +49,9 @@ def pack(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
     """Return arrays as bytes: ``u32 length of the header | header as JSON | arrays``,
     little-endian. Every array begins at a multiple of eight bytes.
 
-    The header is ``about`` with the entry ``arrays``: {name: {kind, length, offset}}, with offsets
-    counted from the end of the header. Raises KeyError for a dtype that the page does not support.
+    The header is ``about`` with the additional entry ``arrays``: {name: {kind, length, offset}},
+    where offsets count from the end of the header. Raises KeyError for a dtype that the page does
+    not support.
     """
     places: dict[str, dict[str, Any]] = {}
     parts: list[bytes] = []
@@ -101,12 +102,12 @@ class RunMetrics:
 
     @property
     def steps(self) -> int:
-        """Number of the last complete step; 0 before the first."""
+        """Number of the last complete step; 0 if there is none yet."""
         return max((row["step"] for row in self.rows), default=0)
 
     def columns(self, epoch: int, start: int) -> dict[str, Any]:
-        """Return the rows from ``start`` on as {epoch, start, steps, columns: {name: values},
-        unreadable}; all rows if the file was replaced since ``epoch``."""
+        """Return {epoch, start, steps, columns: {name: values}, unreadable} with the rows from
+        ``start`` on, or with all rows if the file was replaced since ``epoch``."""
         with self._lock:
             first = start if epoch == self._epoch and 0 <= start <= len(self.rows) else 0
             rows = self.rows[first:]
@@ -144,11 +145,11 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 MAX_SPANS = 300_000
-"""Maximum number of spans in memory; beyond it the older half is dropped."""
+"""Maximum number of spans in memory; if there are more, the older half is dropped."""
 _MAX_NAMES = 60_000
-"""Maximum number of different names and lanes, which are sent as 16-bit numbers."""
+"""Maximum number of different names and of lanes, which are sent as 16-bit numbers."""
 _LATEST = 2**63 - 1
-"""Time after all others, in microseconds."""
+"""A time in microseconds that is later than any other."""
 
 
 class RunSpans:
@@ -163,13 +164,13 @@ class RunSpans:
         self._reset()
 
     def pack(self, epoch: int, start: int, max_spans: int = MAX_SPANS) -> bytes:
-        """Return the spans from number ``start`` on, packed by ``pack``; all spans if files were
-        replaced since ``epoch``. If there are more than ``max_spans``, the last ones. Raises
-        OSError.
+        """Return the spans from index ``start`` on, packed by the function ``pack``, or all spans
+        if files were replaced since ``epoch``. If there are more than ``max_spans``, only the last
+        ones are returned. Raises OSError.
 
-        The columns are ``began`` and ``seconds`` (in seconds; ``began`` counts from ``base``, which
-        is in seconds since the epoch), and ``line``, ``name`` and ``sample``, which are indices
-        into the tables of the header (0 in ``sample``: no sample).
+        Columns: ``began`` and ``seconds``, both in seconds, where ``began`` counts from ``base``,
+        which is in seconds since the epoch; ``line``, ``name`` and ``sample``, which are indices
+        into the tables of the header (in ``sample``, 0 means no sample).
         """
         with self._lock:
             self._refresh()
@@ -202,7 +203,7 @@ class RunSpans:
             )
 
     def _reset(self) -> None:
-        """Drop all that was read."""
+        """Drop everything that was read."""
         self._rows: list[tuple[float, float, int, int, int]] = []
         self._lines: dict[tuple[int, int], int] = {}
         self._names: dict[str, int] = {}
@@ -270,7 +271,7 @@ class RunSpans:
 
 def _sort_processes(processes: Mapping[int, str], hosts: HostLanes) -> list[dict[str, Any]]:
     """Return the processes in the order of display. In a run on several hosts they are grouped by
-    the host that each was on last, which is put before the name."""
+    the host on which each ran last, and the host is put before the name."""
     rows = [(hosts.host_at(name, _LATEST), pid, name) for pid, name in processes.items()]
     order = {host: place for place, host in enumerate(hosts.hosts)}
     rows.sort(key=lambda row: (order.get(row[0], -1), display_rank(row[2]), row[1]))

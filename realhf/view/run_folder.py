@@ -27,12 +27,12 @@ from realhf.base.text import escape_controls
 _LOCKS = Path("/proc/locks")
 """Table of the file locks of this machine."""
 _FRESH_S = 90.0
-"""Seconds after its last write during which a run counts as running although no lock is visible,
+"""A run counts as running for this many seconds after its last write even if no lock is visible,
 for example because it runs on another host."""
 _MAX_FILE_BYTES = 16 * 2**20
 """Maximum bytes of a file that is read."""
 MARKS = ("config.yaml", "metrics.jsonl", "provenance.json")
-"""Files that only runs have."""
+"""Files by which a run folder is recognised."""
 GONE = "gone"
 """State of a folder that cannot be read."""
 FOREIGN = "foreign"
@@ -49,7 +49,7 @@ class FolderState:
     """State of a folder."""
 
     kind: str
-    """One of the constants above."""
+    """State: one of the constants above."""
     text: str
     """Sentence about the state, for the page."""
 
@@ -100,12 +100,13 @@ def folder_state(folder: Path, steps: int, last_written: float | None) -> Folder
 
 
 def finished_state(steps: int) -> FolderState:
-    """Return the state of a run that has ended after ``steps`` steps."""
+    """Return the state of a run that ended after ``steps`` steps."""
     return FolderState(FINISHED, f"The run has ended after {_format_steps(steps)}.")
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process of this machine holds a lock on a file, without taking the lock."""
+    """Return whether a process on this machine holds a lock on a file. The lock itself is not
+    taken."""
     try:
         inode = path.stat().st_ino
         table = _LOCKS.read_text("ascii", "replace")
@@ -171,7 +172,7 @@ MAX_TAG_CHARS = 64
 
 @dataclass(frozen=True)
 class RunNote:
-    """Note of a person about a run."""
+    """A person's note about a run."""
 
     text: str = ""
     """The text; "" for none."""
@@ -180,7 +181,7 @@ class RunNote:
 
 
 def read_note(run_dir: Path) -> RunNote:
-    """Return the note of a run, cut to the limits above; an empty note if there is none."""
+    """Return the note of a run, truncated to the limits above; an empty note if there is none."""
     content = read_json(run_dir / NOTE_FILE)
     if not isinstance(content, dict):
         return RunNote()
@@ -198,8 +199,8 @@ def read_note(run_dir: Path) -> RunNote:
 
 
 def _shorten(text: str, max_chars: int) -> str:
-    """Return the first ``max_chars`` characters of a text. Halves of surrogate pairs, which JSON
-    can contain and HTTP cannot, become "?"."""
+    """Return the first ``max_chars`` characters of a string. Unpaired surrogates, which JSON can
+    contain but HTTP cannot, are replaced by "?"."""
     return text[:max_chars].encode(errors="replace").decode()
 
 

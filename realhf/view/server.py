@@ -1,5 +1,5 @@
-"""Server of the page about runs, for this machine only. The files of runs are read on request;
-nothing is written."""
+"""Server of the page about runs, for this machine only. It reads the files of runs on request and
+writes nothing."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ from realhf.web.guard import (
 )
 
 CHANGES_S = 20.0
-"""Maximum seconds that a request for changes waits; then the page sends the next one."""
+"""Maximum seconds for which a request for changes waits; afterwards the page sends a new
+request."""
 LOOK_S = 0.25
-"""Seconds between two checks of the files during that time."""
+"""Seconds between two checks of the files while a request waits."""
 SEARCH_S = 30.0
-"""Maximum seconds of a full-text search; its result contains how much was searched."""
+"""Maximum seconds of a full-text search; its result says how much was searched."""
 MAX_SEARCH_CHARS = 1000
 """Maximum number of characters of a search text."""
 Handler = Callable[[Request], Awaitable[Response]]
@@ -78,8 +79,8 @@ class Api:
         return _json(await run_in_threadpool(self._list))
 
     async def changes(self, request: Request) -> Response:
-        """Return the states of the runs ``?run=..`` once they differ from the state ``?seen=..``,
-        or after ``CHANGES_S``."""
+        """Return the states of the runs in ``?run=..`` once they differ from those in ``?seen=..``,
+        or after ``CHANGES_S`` seconds."""
         numbers = [int(text) for text in request.query_params.getlist("run") if text.isdecimal()][
             :16
         ]
@@ -98,7 +99,7 @@ class Api:
                 return Response(status_code=204)
 
     def part(self, read_part: Callable[[Run, Request], Any]) -> Handler:
-        """Return the handler of a part of a run; ``read_part`` returns the part as bytes, or as a
+        """Return a handler for a part of a run. ``read_part`` returns the part as bytes, or as a
         value for JSON."""
 
         async def answer(request: Request) -> Response:
@@ -108,8 +109,8 @@ class Api:
         return answer
 
     async def search(self, request: Request) -> Response:
-        """Stream the ids of rollouts that contain ``text``, as lines of JSON, until all are
-        searched or ``SEARCH_S`` have passed."""
+        """Stream the ids of rollouts that contain ``text``, as lines of JSON, until all rollouts
+        are searched or ``SEARCH_S`` seconds have passed."""
         text = request.query_params.get("text", "")[:MAX_SEARCH_CHARS]
         stop_requested = threading.Event()
         results = self._find_run(request).rollouts.search(
@@ -180,18 +181,18 @@ the stamp ``seen``."""
 
 
 def _number(request: Request, name: str) -> int:
-    """Return a number of the query: 0 if it is missing, -1 if it is invalid."""
+    """Return a number from the query; 0 if it is missing, -1 if it is invalid."""
     text = request.query_params.get(name, "0")
     return int(text) if text.isdecimal() and len(text) < 16 else -1
 
 
 def _json(content: Any) -> Response:
-    """Return a response as JSON in ASCII, so that halves of surrogate pairs arrive unchanged."""
+    """Return a JSON response in ASCII, so that unpaired surrogates arrive unchanged."""
     return Response(json.dumps(content, separators=(",", ":")), media_type="application/json")
 
 
 def _file(source: Traversable) -> Handler:
-    """Return a handler that returns a file of the page."""
+    """Return a handler that serves a file of the page."""
     content, kind = (
         source.read_bytes(),
         mimetypes.guess_type(source.name)[0] or "application/octet-stream",
@@ -214,7 +215,7 @@ async def _on_unreadable_file(request: Request, error: Exception) -> Response:
 async def _stream_lines(
     results: Iterator[dict[str, Any]], stop_requested: threading.Event
 ) -> AsyncIterator[bytes]:
-    """Yield search results as lines of JSON; the search ends when the request does."""
+    """Yield search results as lines of JSON. The search is stopped when the request ends."""
     loop = asyncio.get_running_loop()
     try:
         while (item := await loop.run_in_executor(None, next, results, None)) is not None:
@@ -224,12 +225,12 @@ async def _stream_lines(
 
 
 SERVER_HEADER = "X-Realhf-Server"
-"""Header of every response with a random name of this process, by which an open page notices that
-another server, with other runs, now uses the port."""
+"""Response header with a random name of this process, by which an open page notices that another
+server, with other runs, now uses the port."""
 
 
 def guard_rules() -> GuardRules:
-    """Return the rules by which requests are served: only from this machine, for the page
+    """Return the rules by which requests are served: only from this machine, and only for the page
     itself."""
     remedy = "this page is served to 127.0.0.1 and localhost only"
     headers = {

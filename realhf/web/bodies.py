@@ -1,5 +1,5 @@
-"""Limits of request bodies: their size before and after decompression, their pace, and the memory
-of all together.
+"""Limits of request bodies: their size before and after decompression, their transfer rate, and the
+memory of all bodies together.
 
 Source: docs/reference/trajectory.md 2.1, 3.8, 3.11.
 """
@@ -22,35 +22,37 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BODY = "web.body"
-"""Key of an ASGI scope that holds the plain body, once ``BodyReader`` has read it."""
+"""Key in an ASGI scope under which ``BodyReader`` stores the plain body once it has read it."""
 INLINE_BYTES = 256 << 10
-"""Size up to which compressed bodies are tried on the event loop; larger ones go to a thread,
-without the GIL."""
+"""Size in bytes up to which compressed bodies are decompressed on the event loop; larger ones go to
+a thread, which does not hold the GIL."""
 INLINE_PLAIN_BYTES = 1 << 20
-"""Size of the plain body above which decompression starts again in a thread."""
+"""Size in bytes of the plain body above which decompression on the event loop is given up and
+started again in a thread."""
 GRACE_S = 30.0
-"""Seconds that every body may take."""
+"""Seconds that every body may take, whatever its size."""
 MIN_BYTES_PER_S = 16 << 10
 """Rate at which a body earns more time than ``GRACE_S``."""
 MAX_MEMBERS = 10_000
-"""Largest number of members of a stream: each costs a new decoder and a copy of the slice that it
-began in."""
+"""Largest number of members of a compressed stream, because each costs a new decoder and a copy of
+the slice in which it begins."""
 _SLICE = 256 << 10
-"""Size of the slices in which a gzip body is fed to the decoder."""
+"""Bytes of a gzip body that are passed to the decoder at a time."""
 _MAX_AT_ONCE_BYTES = 32 << 20
-"""Largest stated length of a plain body that is decompressed in one step."""
+"""Largest stated length, in bytes, of a plain body that is decompressed in one step."""
 _STEP = 1 << 20
-"""Size of the steps in which other bodies are decompressed."""
+"""Maximum bytes per step when a body is decompressed in several steps."""
 _ZSTD_SLICE = 256
-"""Size of the slices of a Zstandard stream: four bytes of it may mean 128 KiB, and its reader does
-not stop in between."""
+"""Bytes of a Zstandard stream that are passed to the decoder at a time. They are few, because four
+bytes may decompress to 128 KiB, and the decoder does not stop in between."""
 _BAD_GZIP: tuple[Any, ...] = (isal_zlib.IsalError, EOFError)
 Take = Callable[[int], None]
-"""Counts bytes that are held now; raises Refusal where there is no room for them."""
+"""Function that counts bytes that are held from now on; raises Refusal if there is no room for
+them."""
 
 
 def declared_length(scope: Scope) -> int | None:
-    """Return the Content-Length of a request; None without one, or for one that is not a number."""
+    """Return the Content-Length of a request; None if it is missing or not a number."""
     values = [value for name, value in scope["headers"] if name.lower() == b"content-length"]
     return int(values[0]) if len(values) == 1 and values[0].isdigit() else None
 
@@ -58,8 +60,8 @@ def declared_length(scope: Scope) -> int | None:
 def check_declared_length(
     scope: Scope, max_bytes: int, *, required: bool = False, hint: str = "", code: str = ""
 ) -> None:
-    """Raise Refusal (413) where the Content-Length of a request is larger than ``max_bytes``, or is
-    ``required`` and missing. ``hint``: the option that sets the limit; ``code``: that of the
+    """Raise Refusal (413) if a request's Content-Length is larger than ``max_bytes``, or is
+    ``required`` and missing. ``hint``: the option that sets the limit. ``code``: error code of the
     refusal."""
     length = declared_length(scope)
     if length is None and required:
@@ -69,14 +71,13 @@ def check_declared_length(
 
 
 def _count_nothing(nbytes: int) -> None:
-    """Take bytes without counting them."""
+    """Do nothing; used as ``Take`` where bytes are not counted."""
 
 
 class _Pieces:
-    """Pieces of a body, joined as they come.
+    """Pieces of a body, joined as they arrive.
 
-    The buffer grows in place and hands out its bytes without a copy, so that no piece is held
-    twice.
+    The buffer grows in place and returns its bytes without a copy, so that no piece is held twice.
     """
 
     def __init__(self) -> None:
@@ -93,7 +94,7 @@ class _Pieces:
         self.size += len(piece)
 
     def whole(self) -> bytes:
-        """Return all pieces in one."""
+        """Return all pieces joined."""
         return self._buffer.getvalue()
 
 
@@ -107,10 +108,10 @@ async def read_body(
 ) -> bytes:
     """Return the plain body.
 
-    ``encoding``: the Content-Encoding header, of which gzip is decompressed wherever it is
-    contained, and zstd if ``allow_zstd``. ``take`` is called, from any thread, with the number of
-    bytes that are held. Raises Refusal: 413 above ``max_bytes``, compressed or not; 400 for a
-    damaged stream; 503 for one that stalls; and what ``take`` raises.
+    ``encoding``: value of the Content-Encoding header. gzip is decompressed wherever it occurs in
+    it, and zstd if ``allow_zstd``. ``take`` is called, from any thread, with each number of bytes
+    that is held in addition. Raises Refusal: 413 for more than ``max_bytes``, compressed or not;
+    400 for a damaged stream; 503 for a stream that stalls; and the errors of ``take``.
     """
     body = await _read_compressed(chunks, max_bytes, take)
     encoding = encoding.lower()
@@ -132,9 +133,9 @@ async def read_body(
 
 
 async def _read_compressed(chunks: AsyncIterator[bytes], max_bytes: int, take: Take) -> bytes:
-    """Return the body as it was sent. This function returns before decompression so that its buffer
-    is freed. Raises Refusal 503 for a body that arrives too slowly: its bytes take room that others
-    need."""
+    """Return the body as it was sent. This is a separate function so that its buffer is freed
+    before decompression. Raises Refusal 503 for a body that arrives too slowly, because it takes
+    memory that other requests need."""
     pieces = _Pieces()
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -156,11 +157,11 @@ async def _read_compressed(chunks: AsyncIterator[bytes], max_bytes: int, take: T
 
 
 def gunzip(body: bytes, max_bytes: int, take: Take = _count_nothing) -> bytes | None:
-    """Decompress one or more gzip members; return None where they hold more than ``max_bytes``.
+    """Decompress one or more gzip members; return None if they contain more than ``max_bytes``.
 
-    The last four bytes state the length of the plain body. If that is true and not much, one step
-    is enough; otherwise the steps are small, since each is held a second time while it is added to
-    the others. Raises Refusal 400 (not gzip, truncated, corrupt).
+    The last four bytes state the length of the plain body. If that is correct and not large, a
+    single step is enough. Otherwise the steps are small, because the result of each is held a
+    second time while it is added to the others. Raises Refusal 400 (not gzip, truncated, corrupt).
     """
     stated_bytes = int.from_bytes(body[-4:], "little") + 1
     step = stated_bytes if _STEP < stated_bytes <= min(max_bytes, _MAX_AT_ONCE_BYTES) else _STEP
@@ -195,7 +196,7 @@ def gunzip(body: bytes, max_bytes: int, take: Take = _count_nothing) -> bytes | 
 
 
 def unzstd(body: bytes, max_bytes: int, take: Take = _count_nothing) -> bytes | None:
-    """Decompress Zstandard frames; return None where they hold more than ``max_bytes``. Raises
+    """Decompress Zstandard frames; return None if they contain more than ``max_bytes``. Raises
     Refusal 400."""
     pieces = _Pieces()
     frames = 0
@@ -230,10 +231,10 @@ def _too_large(max_bytes: int) -> Refusal:
 
 
 class BodyBudget:
-    """A limit of ``limit`` bytes for all bodies together, compressed and plain.
+    """Limit of ``limit`` bytes for all bodies together, compressed and plain.
 
-    Bytes count when they arrive, not when they are announced, so that no client takes room by
-    announcing much and sending nothing.
+    Bytes count when they arrive, not when they are announced, so that a client cannot reserve room
+    by announcing a large body and sending nothing.
     """
 
     def __init__(self, limit: int) -> None:
@@ -244,9 +245,9 @@ class BodyBudget:
 
 
 class BodyShare:
-    """The bytes of a budget that one request holds, until ``release``.
+    """Bytes of a budget that one request holds, until ``release``.
 
-    Bodies are decompressed in threads, so any thread may call ``take``.
+    Any thread may call ``take``, because bodies are decompressed in threads.
     """
 
     def __init__(self, budget: BodyBudget) -> None:
@@ -255,7 +256,7 @@ class BodyShare:
         self._released = False
 
     def take(self, nbytes: int) -> None:
-        """Take more bytes from the budget. Raises Refusal 503 when they do not fit, or after
+        """Take more bytes from the budget. Raises Refusal 503 if they do not fit, or after
         ``release``."""
         budget = self._budget
         with budget.lock:
@@ -278,7 +279,7 @@ class BodyShare:
 
 
 class ClientGone(Exception):
-    """The connection ended in the middle of the body."""
+    """Raised if the connection ended in the middle of the body."""
 
 
 def _no_type(content_type: str) -> bool:
@@ -291,33 +292,34 @@ def _none(scope: Scope) -> bool:
 
 @dataclass(frozen=True)
 class BodyRules:
-    """The limits of the bodies of one server."""
+    """Limits for the bodies of one server's requests."""
 
     max_bytes: int
     """Largest body, before and after decompression."""
     form: Callable[[Refusal], Mapping[str, Any]]
-    """Returns the JSON body of a refusal, as the API of the server writes errors."""
+    """Returns the JSON body for a refusal, in the error format of the server's API."""
     budget: BodyBudget | None = None
-    """Limit of all bodies together; None: there is none."""
+    """Limit for all bodies together; None for no limit."""
     length_required: bool = False
-    """Whether a POST needs a Content-Length; without one it is refused (413)."""
+    """Whether a POST must have a Content-Length; it is refused without one (413)."""
     media_type: str = ""
-    """The only media type of a body that is not empty; others are refused (415). "": any. A page of
-    another site can send JSON only after a preflight, which fails."""
+    """The only media type allowed for a body that is not empty; others are refused (415). "" allows
+    any. Restricting it to JSON keeps out pages of other sites, which can send JSON only after a
+    preflight that fails."""
     left_to_handler: Callable[[Scope], bool] = _none
-    """Whether the handler of a request reads the body itself, after further checks; then only the
-    announced length and type are looked at."""
+    """Whether a request's handler reads the body itself, after further checks. Then only the
+    announced length and type are checked here."""
     decompress: bool = True
     """Whether ``Content-Encoding`` is decoded."""
     zstd_types: Callable[[str], bool] = _no_type
-    """Whether bodies of a Content-Type may come as zstd."""
+    """Whether bodies with this Content-Type may be compressed with zstd."""
 
 
 class BodyReader:
-    """An ASGI middleware that reads whole bodies within the limits.
+    """ASGI middleware that reads whole bodies within the limits.
 
-    Handlers find the plain body in one message, and in ``scope[BODY]`` without a copy. A request
-    holds its share of the budget until its end.
+    Handlers get the plain body in one message, and without a copy in ``scope[BODY]``. A request
+    holds its share of the budget until it ends.
     """
 
     def __init__(self, app: ASGIApp, rules: BodyRules) -> None:
@@ -325,7 +327,7 @@ class BodyReader:
         self._rules = rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the request, or refuse its body."""
+        """Serve the request, or refuse it because of its body."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -353,7 +355,8 @@ class BodyReader:
         except ClientGone:
             return
         except Refusal as refusal:
-            # The rest of the body is not read, so the connection cannot serve another request.
+            # The rest of the body is not read, so the connection cannot be used for another
+            # request.
             close = {"Connection": "close"} if refusal.status in (413, 503) else {}
             answer = JSONResponse(
                 self._rules.form(refusal), refusal.status, refusal.headers | close
@@ -371,7 +374,7 @@ class BodyReader:
         await self._app(scope, _replay(body, receive), send)
 
     def _check_head(self, scope: Scope) -> None:
-        """Raise Refusal for a body that can be refused by the head of its request."""
+        """Raise Refusal for a body that can be refused because of the request's head alone."""
         rules = self._rules
         check_declared_length(
             scope, rules.max_bytes, required=rules.length_required and scope["method"] == "POST"
@@ -396,7 +399,7 @@ class BodyReader:
 
 
 def _header(scope: Scope, name: bytes) -> str:
-    """Return the first value of a header; "" without one."""
+    """Return the first value of a header; "" if it is missing."""
     return next(
         (value.decode("latin-1") for key, value in scope["headers"] if key.lower() == name), ""
     )
@@ -417,7 +420,7 @@ async def _chunks(receive: Receive) -> AsyncIterator[bytes]:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a ``receive`` that gives the whole body first."""
+    """Return a ``receive`` that first delivers the whole body."""
     is_given = False
 
     async def replay() -> Message:

@@ -1,5 +1,5 @@
-"""Browsers of a page that changes something: signed cookies, CSRF tokens, a login where the server
-has a token."""
+"""Authentication of browsers for a page that changes something: signed cookies, CSRF tokens, and a
+login if the server has a token."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ from realhf.web.refusal import Refusal
 from realhf.web.tokens import TokenTable, encode_token
 
 MAX_BODY_BYTES = 64 * 1024
-"""Largest body of a request."""
+"""Largest body of a request, in bytes."""
 CSRF_HEADER = "x-csrf-token"
-"""Header in which the page sends back its CSRF token."""
+"""Header in which the page sends its CSRF token back."""
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 def error_body(refusal: Refusal) -> dict[str, Any]:
-    """Return the body of an error as the page reads it: ``code``, ``message`` and further keys."""
+    """Return the body of an error in the format that the page expects: ``code``, ``message`` and
+    further keys."""
     return {"code": refusal.code, "message": refusal.detail, **refusal.more}
 
 
 class BrowserAuth:
-    """Lets browsers use the routes below ``path``.
+    """Authentication of browsers for the routes below ``path``.
 
-    Without a token no login is needed, but only clients of this machine are served. The key that
-    signs cookies lives as long as the process.
+    Without a token no login is needed, but only clients on this machine are served. The key that
+    signs cookies is valid as long as the process lives.
     """
 
     def __init__(self, token: str, *, path: str, cookie: str) -> None:
@@ -50,8 +51,8 @@ class BrowserAuth:
         self._key = secrets.token_bytes(32)
 
     def guard(self, handler: Handler, *, open_to_all: bool = False) -> Handler:
-        """Return ``handler`` behind the checks. ``open_to_all``: it needs neither cookie nor CSRF
-        token, as before a login."""
+        """Return ``handler`` wrapped in the checks. ``open_to_all``: it needs neither cookie nor
+        CSRF token, as before a login."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -86,7 +87,7 @@ class BrowserAuth:
                 )
 
     def visitor(self, request: Request) -> str | None:
-        """Return the id of a browser from its cookie; None without a valid one."""
+        """Return a browser's id from its cookie; None if the cookie is missing or invalid."""
         visitor, _, signature = request.cookies.get(self._cookie_name(request), "").partition(".")
         return (
             visitor
@@ -95,7 +96,7 @@ class BrowserAuth:
         )
 
     def csrf_token(self, visitor: str) -> str:
-        """Return the token that a page of the browser must send with every request that changes
+        """Return the CSRF token that the browser's page must send with every request that changes
         something."""
         return self._sign(f"csrf:{visitor}")
 
@@ -105,15 +106,15 @@ class BrowserAuth:
         return bool(self._tokens)
 
     def accepts_token(self, token: str) -> bool:
-        """Return whether this is the server's token; compares in constant time."""
+        """Return whether ``token`` is the server's token; compares in constant time."""
         return bool(self._tokens.find_grants(encode_token(token)))
 
     def new_visitor(self) -> str:
-        """Return the id of a new browser, which has no cookie yet."""
+        """Return an id for a browser that has no cookie yet."""
         return secrets.token_urlsafe(18)
 
     def set_cookie(self, visitor: str, request: Request, response: Response) -> None:
-        """Give a browser its cookie."""
+        """Add the browser's cookie to the response."""
         value = f"{visitor}.{self._sign(f'visitor:{visitor}')}"
         secure = request.url.scheme == "https"
         name = self._cookie_name(request)
@@ -125,14 +126,15 @@ class BrowserAuth:
         return hmac.new(self._key, encode_token(text), hashlib.sha256).hexdigest()
 
     def _cookie_name(self, request: Request) -> str:
-        """Return the name of the cookie. Browsers share cookies between the ports of a host, so the
-        port is in it."""
+        """Return the name of the cookie. It contains the port, because browsers share cookies
+        between all ports of a host."""
         return f"{self._cookie}_{request.url.port or 0}"
 
 
 def _check_local(request: Request) -> None:
-    """Refuse clients of other machines, also by the Host header: a foreign name that resolves to
-    the loopback must not reach the page. Behind a proxy the client is the proxy's."""
+    """Refuse clients on other machines. The Host header is checked too: a foreign name that
+    resolves to the loopback must not reach the page. Behind a proxy, the proxy counts as the
+    client."""
     peer = request.client.host if request.client else ""
     if not is_loopback_host(peer) or not is_loopback_host(request.url.hostname or ""):
         raise Refusal(
@@ -141,8 +143,8 @@ def _check_local(request: Request) -> None:
 
 
 def _check_own_page(request: Request) -> None:
-    """Refuse a request that does not say that a page of this server caused it. Programs have no
-    business here."""
+    """Refuse a request whose headers do not say that a page of this server caused it. Programs
+    other than browsers are refused as well."""
     origins = request.headers.getlist("origin")
     if origins:
         is_own_page = len(origins) == 1 and is_same_origin(

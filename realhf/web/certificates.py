@@ -9,8 +9,9 @@ from realhf.base.loopback import is_loopback_host
 
 
 def certificate_problem(cert: str, key: str, flags: tuple[str, str]) -> str:
-    """Return why a server cannot show the certificate in the file ``cert`` with the private key in
-    ``key``, naming the flags of both; "" where it can, or where neither is given."""
+    """Return why a server cannot use the certificate in the file ``cert`` with the private key in
+    ``key``, naming the flag; "" if it can, or if neither is given. ``flags``: names of the two
+    flags."""
     if not cert and not key:
         return ""
     if not cert or not key:
@@ -22,7 +23,7 @@ def certificate_problem(cert: str, key: str, flags: tuple[str, str]) -> str:
         except OSError as error:
             return f"{flag} {path}: {error.strerror}"
     try:
-        # Without a password one that is wanted is asked for at the terminal.
+        # An empty password is given, because otherwise OpenSSL would ask for one at the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
             os.path.expanduser(cert), os.path.expanduser(key), lambda: ""
         )
@@ -48,8 +49,8 @@ def server_files(cert: str, key: str) -> dict[str, str]:
 
 
 def plaintext_warning(host: str, cert: str, flags: tuple[str, str]) -> str:
-    """Return a warning for a server that others reach at ``host`` without a certificate; "" for
-    others."""
+    """Return a warning if other machines can reach the server at ``host`` and it has no
+    certificate; else ""."""
     if cert or is_loopback_host(host):
         return ""
     return (

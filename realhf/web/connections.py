@@ -1,6 +1,6 @@
 """Limits of connections and request heads, for servers that run on uvicorn.
 
-A connection ends when no complete request head arrives in time, or when the head is too large. The
+A connection is closed if no complete request head arrives in time, or if the head is too large. The
 number of connections is limited, so that file descriptors are left for the work of the process.
 """
 
@@ -19,21 +19,21 @@ from realhf.base.event_loops import ClockedLoop
 
 _log = logging.getLogger(__name__)
 HEAD_S = 10.0
-"""Seconds from the start of a connection, or from the first byte of its next request, to the end of
-the head."""
+"""Seconds within which a request head must be complete. They count from the start of the connection
+or, for later requests, from the first byte."""
 MAX_HEAD_BYTES = 64 << 10
-"""Largest request line with its headers, and largest of anything else that a parser keeps until it
-is complete."""
+"""Maximum bytes of a request line with its headers, and of anything else that a parser keeps until
+it is complete."""
 DESCRIPTORS_PER_CONNECTION = 2
-"""One connection is allowed for this many file descriptors of the process, so at most half of them
-are used."""
+"""Number of the process's file descriptors per allowed connection; connections thus use at most
+half of them."""
 MIN_CONNECTIONS = 32
-"""Connections that are allowed however few file descriptors there are."""
+"""Number of connections that are always allowed, even if there are few file descriptors."""
 
 
 def use_all_descriptors() -> None:
-    """Raise the limit of open file descriptors to the maximum of the host: idle connections exhaust
-    the usual 1,024."""
+    """Raise the limit of open file descriptors to the host's maximum, because idle connections
+    exhaust the usual 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(ValueError, OSError):
@@ -41,14 +41,15 @@ def use_all_descriptors() -> None:
 
 
 def guarded_http(kind: str = "auto", *, head_s: float = HEAD_S, max_connections: int = 0) -> Any:
-    """Return a protocol class for ``uvicorn.Config(http=...)`` in place of ``kind`` (h11, httptools
-    or auto).
+    """Return a protocol class for ``uvicorn.Config(http=...)`` that replaces ``kind`` (h11,
+    httptools or auto).
 
-    A connection ends if its request head is not complete within ``head_s`` seconds, or is larger
-    than ``MAX_HEAD_BYTES`` (status 431). A connection beyond ``max_connections`` (0: as many as
-    the limit of file descriptors allows) ends the oldest one that is idle: its request is
-    incomplete, or its client has read nothing of the answer for ``head_s``. Where none is idle, the
-    new connection ends."""
+    A connection is closed if its request head is not complete within ``head_s`` seconds, or is
+    larger than ``MAX_HEAD_BYTES`` (status 431). If there are more than ``max_connections`` (0: as
+    many as the limit of file descriptors allows), the oldest idle connection is closed. A
+    connection is idle if its request is incomplete, or if its client has read nothing of the answer
+    for ``head_s``. If none is idle, the new connection is closed.
+    """
     if kind == "auto":
         kind = "httptools" if find_spec("httptools") else "h11"
     name = {"h11": "H11Protocol", "httptools": "HttpToolsProtocol"}[kind]
@@ -61,19 +62,19 @@ def guarded_http(kind: str = "auto", *, head_s: float = HEAD_S, max_connections:
 
 
 def __getattr__(name: str) -> Any:
-    """Provide ``realhf.web.connections:GuardedProtocol``, the name of the class that
-    ``guarded_http()`` returns, for processes that uvicorn starts: it passes them names, not
-    classes."""
+    """Provide the class that ``guarded_http()`` returns as
+    ``realhf.web.connections:GuardedProtocol``, because uvicorn passes class names, not classes, to
+    the processes that it starts."""
     if name == "GuardedProtocol":
         return guarded_http()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class HandshakeLoop(ClockedLoop):
-    """An event loop for ``uvicorn.Config(loop=...)`` of servers with TLS.
+    """Event loop for ``uvicorn.Config(loop=...)`` of servers with TLS.
 
-    A connection without a TLS handshake ends as early as one without a request. Unlike uvloop, the
-    loop shows the bytes that wait to be sent.
+    A connection without a TLS handshake is closed as early as one without a request. Unlike uvloop,
+    this loop gives access to the bytes that wait to be sent.
     """
 
     async def create_server(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,42 +83,44 @@ class HandshakeLoop(ClockedLoop):
 
 
 class _ConnectionLimits:
-    """Mixin in front of a protocol class of uvicorn.
+    """Mixin to put in front of a uvicorn protocol class.
 
-    It uses ``loop``, ``transport``, ``connections`` and ``cycle`` of that class; ``cycle`` is the
+    It uses that class's ``loop``, ``transport``, ``connections`` and ``cycle``; ``cycle`` is the
     current request, or the last one.
     """
 
     head_s: float
-    """Seconds that a request head may take; infinite for a WebSocket."""
+    """Seconds that a request head may take; infinite once the connection is a WebSocket."""
     max_connections: int
-    """Largest number of connections; 0: as many as the limit of file descriptors allows."""
+    """Maximum number of connections; 0: as many as the limit of file descriptors allows."""
     ended = 0
-    """Number of idle connections that were ended in favour of new ones, for all connections of the
-    class."""
+    """Number of idle connections of this class that were closed in favour of new ones."""
     since = 0
     """When the connection began to wait for a request, in nanoseconds of the monotonic clock."""
     timer: asyncio.TimerHandle | None = None
-    """Clock of the request head; None while a request is served."""
+    """Timer for the request head; None while a request is served."""
     reading: asyncio.TimerHandle | None = None
-    """Clock of the client's reading; None while nothing of the answer waits to be sent."""
+    """Timer that checks whether the client reads; None while no part of an answer waits to be
+    sent."""
     unread = 0
-    """Bytes of the answer that waited to be sent when the reading was last checked."""
+    """Bytes of the answer that were waiting to be sent at the last check of whether the client
+    reads."""
     stalled = False
     """Whether the client has read nothing since that check."""
     incomplete = 0
-    """Bytes received since the parser completed a head, a part of a body, or a request."""
+    """Bytes received since the parser last completed a head, a part of a body, or a request."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        """Raise the limit of h11, which answers 400, so that the one of ``data_received``
-        counts."""
+        """Raise the limit of h11, which would answer 400, so that the limit in ``data_received``
+        applies."""
         config.h11_max_incomplete_event_size = (
             config.h11_max_incomplete_event_size or 2 * MAX_HEAD_BYTES
         )
         super().__init__(config, *args, **kwargs)  # pyright: ignore[reportCallIssue]
 
     def connection_made(self: Any, transport: asyncio.Transport) -> None:
-        """Start the clock of the request head; end an idle connection if there are too many."""
+        """Start the timer for the request head, and close an idle connection if there are too
+        many."""
         super().connection_made(transport)  # pyright: ignore[reportAttributeAccessIssue]
         self.since = time.monotonic_ns()
         self.timer = self.loop.call_later(self.head_s, self.close_late)
@@ -141,21 +144,21 @@ class _ConnectionLimits:
                     kind.ended,
                 )
             oldest.transport.abort()
-            # it ends a little later; the next one must not choose it again
+            # The connection ends a little later; the next new one must not choose it again.
             self.connections.discard(oldest)
 
     def data_received(self: Any, data: bytes) -> None:
-        """Pass data to the parser, and stop or restart the clock of the head.
+        """Pass data to the parser, and stop or restart the timer for the request head.
 
-        The parser gets no more at once than a head may have: httptools takes time that grows with
-        the square of the length of a head.
+        The parser gets at most as many bytes at once as a head may have, because the time that
+        httptools takes grows with the square of the length of a head.
         """
         remainder = memoryview(data)
         while remainder and not self.transport.is_closing() and self.head_s < float("inf"):
             part = remainder[: MAX_HEAD_BYTES + 1 - self.incomplete]
             remainder = remainder[len(part) :]
             self.incomplete += len(part)
-            # a body whose answer is out may end here, and h11 waits for the next head
+            # A body whose answer has been sent may end here; h11 then waits for the next head.
             was_past_head = self.is_past_head()
             super().data_received(part)  # pyright: ignore[reportAttributeAccessIssue]
             if was_past_head or self.is_past_head():
@@ -170,28 +173,28 @@ class _ConnectionLimits:
             self.timer = self.loop.call_later(self.head_s, self.close_late)
 
     def is_past_head(self: Any) -> bool:
-        """Return whether h11 has parsed the head of a request. httptools calls the three methods
-        below instead."""
+        """Return whether h11 has parsed the head of a request. httptools instead calls the three
+        methods below."""
         conn = getattr(self, "conn", None)
         return conn is not None and str(conn.their_state) != "IDLE"
 
     def on_headers_complete(self: Any) -> None:
-        """Note that a head is complete."""
+        """Record that a head is complete."""
         self.incomplete = 0
         super().on_headers_complete()  # pyright: ignore[reportAttributeAccessIssue]
 
     def on_body(self: Any, body: bytes) -> None:
-        """Note that a part of a body is complete."""
+        """Record that a part of a body is complete."""
         self.incomplete = 0
         super().on_body(body)  # pyright: ignore[reportAttributeAccessIssue]
 
     def on_message_complete(self: Any) -> None:
-        """Note that a request is complete."""
+        """Record that a request is complete."""
         self.incomplete = 0
         super().on_message_complete()  # pyright: ignore[reportAttributeAccessIssue]
 
     def refuse_head(self: Any) -> None:
-        """End a connection whose head is too large: with status 431, unless another request is
+        """Close a connection whose head is too large, with status 431 unless another request is
         being served."""
         if not self.is_waiting():
             self.transport.abort()
@@ -206,62 +209,62 @@ class _ConnectionLimits:
         self.transport.close()
 
     def handle_websocket_upgrade(self: Any, *event: Any) -> None:
-        """Hand the connection over to the WebSocket protocol, which has limits of its own."""
+        """Pass the connection to the WebSocket protocol, which has its own limits."""
         super().handle_websocket_upgrade(*event)  # pyright: ignore[reportAttributeAccessIssue]
         self.head_s = float("inf")
         self.stop_head_clock()
 
     def connection_lost(self: Any, exc: Exception | None) -> None:
-        """Stop both clocks."""
+        """Stop both timers."""
         self.stop_head_clock()
         self.stop_reading_clock()
         super().connection_lost(exc)  # pyright: ignore[reportAttributeAccessIssue]
 
     def pause_writing(self: Any) -> None:
-        """Start to check whether the client reads the answer."""
+        """Start checking whether the client reads the answer."""
         super().pause_writing()  # pyright: ignore[reportAttributeAccessIssue]
         self.unread = self.transport.get_write_buffer_size()
         self.reading = self.loop.call_later(self.head_s, self.check_reading)
 
     def resume_writing(self: Any) -> None:
-        """Stop to check whether the client reads the answer."""
+        """Stop checking whether the client reads the answer."""
         self.stop_reading_clock()
         super().resume_writing()  # pyright: ignore[reportAttributeAccessIssue]
 
     def check_reading(self: Any) -> None:
-        """Note whether the client has read anything of the answer since the last check."""
+        """Record whether the client has read any of the answer since the last check."""
         before = self.unread
         self.unread = self.transport.get_write_buffer_size()
         self.stalled = self.unread == before
         self.reading = self.loop.call_later(self.head_s, self.check_reading)
 
     def stop_reading_clock(self) -> None:
-        """Stop the clock of the client's reading."""
+        """Stop the timer that checks whether the client reads."""
         self.stalled = False
         if self.reading is not None:
             self.reading.cancel()
             self.reading = None
 
     def is_waiting(self: Any) -> bool:
-        """Return whether the connection waits for a request."""
+        """Return whether the connection is waiting for a request."""
         return self.head_s < float("inf") and (self.cycle is None or self.cycle.response_complete)
 
     def is_idle(self: Any) -> bool:
         """Return whether the connection is idle: its request is incomplete, or its client reads
-        nothing of the answer. A body that stalls counts as incomplete."""
-        # uvicorn counts an answer as complete when it has handed over its last byte
+        nothing of the answer. A request whose body stalls is incomplete."""
+        # uvicorn regards an answer as complete once its last byte has been passed to the transport.
         if self.reading is not None:
             return self.stalled
         return self.is_waiting() or (self.cycle is not None and self.cycle.more_body)
 
     def stop_head_clock(self) -> None:
-        """Stop the clock of the request head."""
+        """Stop the timer for the request head."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
 
     def close_late(self: Any) -> None:
-        """End a connection whose request head did not arrive in time."""
+        """Close a connection whose request head did not arrive in time."""
         self.timer = None
         if self.is_waiting():
             self.transport.abort()

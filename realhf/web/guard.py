@@ -1,12 +1,12 @@
-"""Decides which requests a server serves: by the host they name, the page that caused them, and
-their token.
+"""Rules for which requests a server serves: by the host that they name, the page that caused them,
+and their token.
 
-A browser sends what any web page asks of it to any address that the machine can reach, with or
-without showing the answer to the page. Two headers that pages cannot set tell such requests apart:
-``Origin`` and ``Sec-Fetch-Site`` say which page asked. A page can also give a name of its own the
-address of this machine (DNS rebinding); its requests then count as same-origin, but ``Host`` still
-has that name. Programs that are not browsers send neither ``Origin`` nor ``Sec-Fetch-Site`` and
-notice nothing of these rules.
+A browser sends what any web page requests to any address that the machine can reach, whether or not
+the page may see the answer. Two headers that pages cannot set identify such requests: ``Origin``
+and ``Sec-Fetch-Site`` say which page caused them. A page can also make a host name of its own
+resolve to this machine (DNS rebinding). Its requests then count as same-origin, but ``Host`` still
+contains that name. Programs that are not browsers send neither ``Origin`` nor ``Sec-Fetch-Site``
+and are not affected by these rules.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from realhf.base.loopback import is_loopback_host, parse_host
 from realhf.web.refusal import Refusal
 
 READ_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-"""Methods that change nothing, unless a server says otherwise of a path."""
+"""Methods that change nothing, unless a server defines otherwise for a path."""
 OWN_SITES = frozenset({"same-origin", "none"})
-"""Values of ``Sec-Fetch-Site`` for a page of this server, and for an address that a person typed or
-bookmarked."""
+"""Values of ``Sec-Fetch-Site`` for requests from a page of this server, and for an address that a
+person typed or bookmarked."""
 FOREIGN_ORIGIN = "FOREIGN_ORIGIN"
-"""Code of a refusal for the host, the page or the connection of a request."""
+"""Error code of a refusal because of a request's host, page or connection."""
 FOREIGN_PAGE = (
     "only pages of this server may call it, not those of another site; programs send no Origin"
 )
@@ -45,30 +45,31 @@ PAGE_HEADERS: Mapping[str, str] = MappingProxyType({
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 })  # fmt: skip
-"""Response headers of every page: a browser takes its files for what they are, keeps their
-addresses to itself, and lets no other site embed or script them."""
+"""Response headers of every page. With them a browser does not guess the types of files, does not
+pass on the page's address, and lets no other site embed or script the page."""
 _LOCKED = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 STRICT_POLICY = (
     f"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     f"{_LOCKED}"
 )
-"""Content-Security-Policy of a page that loads scripts, styles, images and data of its own server
-only."""
+"""Content-Security-Policy of a page that loads only scripts, styles, images and data, and only from
+its own server."""
 OWN_FILES_POLICY = f"default-src 'self'; {_LOCKED}; object-src 'none'"
-"""Content-Security-Policy of a page that loads anything but plugins, of its own server only."""
+"""Content-Security-Policy of a page that loads anything except plugins, but only from its own
+server."""
 
 
 @dataclass(frozen=True)
 class ServedHosts:
-    """The hosts that a request may name in its ``Host`` header. The loopback is always among them.
+    """Hosts that a request may name in its ``Host`` header. The loopback is always included.
 
-    Only names that a stranger could register are a danger (DNS rebinding). Nobody can make an
-    address resolve elsewhere, and nobody can register a name without a dot.
+    Only names that a stranger could register are dangerous (DNS rebinding). An IP address cannot be
+    made to resolve elsewhere, and a name without a dot cannot be registered.
     """
 
     remedy: str
-    """The reason given to all others, with the option that would let them in; ``{host}`` stands for
-    the host that was named."""
+    """Reason given to refused clients, including the option that would allow their host; ``{host}``
+    is replaced by the host that they named."""
     names: frozenset[str] = frozenset()
     """Further names and addresses, in lower case."""
     addresses: bool = False
@@ -78,11 +79,11 @@ class ServedHosts:
     any_host: bool = False
     """Whether every host is served."""
     absent: bool = False
-    """Whether a request without ``Host`` is served, as programs send it over HTTP/1.0."""
+    """Whether a request without ``Host`` is served; programs may send one over HTTP/1.0."""
 
     def serves(self, authorities: list[str]) -> bool:
         """Return whether a request with these values of ``Host`` is served. More than one value is
-        ambiguous."""
+        ambiguous and is refused."""
         if len(authorities) != 1:
             return self.absent and not authorities
         authority = authorities[0]
@@ -113,31 +114,31 @@ def _is_address(host: str) -> bool:
 
 
 def is_write(scope: Scope) -> bool:
-    """Return whether a request may change something, by its method; the handshake of a WebSocket
+    """Return whether a request may change something, judging by its method. A WebSocket handshake
     always may."""
     return scope.get("method") not in READ_METHODS
 
 
 @dataclass(frozen=True)
 class PageRules:
-    """Which pages may cause a request.
+    """Rules for which pages may cause a request.
 
-    A request that changes something, or whose answer is private, comes from a page of this server
-    or from no browser at all. Other requests may also come from a link of another site that a
-    person followed, since the page with the link does not see the answer.
+    A request that changes something, or whose answer is private, must come from a page of this
+    server or not from a browser. Other requests may also come from a link on another site that a
+    person followed, because the page with the link does not see the answer.
     """
 
     hosts: ServedHosts
-    """The hosts that requests may name."""
+    """Hosts that requests may name."""
     is_protected: Callable[[Scope], bool] = is_write
     """Whether a request changes something, or its answer is private."""
     open_reads: bool = False
-    """Whether any page may cause the requests that are not protected."""
+    """Whether any page may cause requests that are not protected."""
     schemes: frozenset[str] = frozenset({"http", "https"})
     """Schemes of the server's own pages."""
 
     def problem(self, scope: Scope) -> str:
-        """Return why the request of an ASGI scope is not served; "" for one that is."""
+        """Return why the request with this ASGI scope is refused; "" if it is not."""
         headers = _Headers(scope)
         hosts = headers.all(b"host")
         if not self.hosts.serves(hosts):
@@ -154,9 +155,9 @@ class PageRules:
         if not OWN_SITES.issuperset(sites):
             return "" if not protected and headers.is_followed_link(scope) else FOREIGN_PAGE
         if protected and not origins and not sites and headers.is_browser():
-            # Old browsers, and current ones that reach a plain http address other than the
-            # loopback, send no Sec-Fetch-Site, and no Origin with an image or a link. Then the
-            # address of the page decides.
+            # Old browsers send no Sec-Fetch-Site, nor do current ones that reach a plain http
+            # address other than the loopback; for an image or a link they send no Origin either.
+            # Then the address of the page decides.
             referers = headers.all(b"referer")
             if len(referers) != 1 or not is_same_origin(referers[0], host, self.schemes):
                 return FOREIGN_PAGE
@@ -166,8 +167,8 @@ class PageRules:
 def is_same_origin(
     address: str, host: str, schemes: frozenset[str] = frozenset({"http", "https"})
 ) -> bool:
-    """Return whether an ``Origin`` or ``Referer`` is of the server that is addressed as ``host``
-    (``name[:port]``)."""
+    """Return whether an ``Origin`` or ``Referer`` belongs to the server that is addressed as
+    ``host`` (``name[:port]``)."""
     try:
         parts = urlsplit(address)
     except ValueError:
@@ -176,60 +177,62 @@ def is_same_origin(
 
 
 class _Headers:
-    """The headers of an ASGI scope that say which page caused a request."""
+    """Headers of an ASGI scope that say which page caused a request."""
 
     def __init__(self, scope: Scope) -> None:
         self._headers = scope["headers"]
 
     def all(self, name: bytes) -> list[str]:
-        """Return all values of a header, whose name is in lower case."""
+        """Return all values of a header; ``name`` must be in lower case."""
         return [value.decode("latin-1") for key, value in self._headers if key.lower() == name]
 
     def is_browser(self) -> bool:
-        """Return whether the client calls itself a browser."""
+        """Return whether the client identifies itself as a browser."""
         return any("Mozilla/" in agent for agent in self.all(b"user-agent"))
 
     def is_followed_link(self, scope: Scope) -> bool:
-        """Return whether a person followed a link: the answer replaces the page that had it."""
+        """Return whether a person followed a link, so that the answer replaces the page with the
+        link."""
         modes = self.all(b"sec-fetch-mode")
         targets = self.all(b"sec-fetch-dest")
         return scope.get("method") == "GET" and modes == ["navigate"] and targets == ["document"]
 
 
 def is_local_server(scope: Scope) -> bool:
-    """Return whether the connection of a request was made to the loopback; true where the ASGI
-    server does not say."""
+    """Return whether a request's connection was made to the loopback; true if the ASGI server does
+    not say."""
     server = scope.get("server")
     return not server or server[1] is None or is_loopback_host(server[0])
 
 
 Authorize = Callable[[Scope], Refusal | None]
-"""Returns why the token of a request does not suffice, or None; may leave in the scope who the
-client is."""
+"""Function that returns None if a request's token suffices, else the refusal. It may store the
+client's identity in the scope."""
 
 
 @dataclass(frozen=True)
 class GuardRules:
-    """The rules of one server."""
+    """Rules of one server for requests."""
 
     pages: PageRules | None
-    """Rules for hosts and pages; None: tokens alone decide, which pages of other sites do not
-    know."""
+    """Rules for hosts and pages; None if tokens alone decide, because pages of other sites do not
+    know them."""
     form: Callable[[Refusal], Mapping[str, Any]]
-    """Returns the JSON body of a refusal, as the API of the server writes errors."""
+    """Returns the JSON body for a refusal, in the error format of the server's API."""
     authorize: Authorize | None = None
-    """The check of the token; None: none is needed."""
+    """Check of the token; None if no token is needed."""
     local_remedy: str = ""
-    """If not "": only connections to the loopback are served, and others get this reason."""
+    """If not "", only connections to the loopback are served, and other clients get this reason."""
     websockets: bool = False
     """Whether the server has WebSocket endpoints, which check tokens themselves."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Headers of every response, refusals included."""
+    """Headers of every response, including refusals."""
 
 
 class RequestGuard:
-    """An ASGI middleware that serves requests by ``GuardRules`` and refuses the others: 403 for a
-    foreign host, page or connection, and what ``authorize`` returns for the token."""
+    """ASGI middleware that serves requests according to ``GuardRules`` and refuses all others: with
+    403 for a foreign host, page or connection, and with the refusal that ``authorize`` returns for
+    the token."""
 
     def __init__(self, app: ASGIApp, rules: GuardRules) -> None:
         self._app = app
@@ -275,7 +278,7 @@ class RequestGuard:
 
 
 def refusal_response(refusal: Refusal, form: Callable[[Refusal], Mapping[str, Any]]) -> Response:
-    """Return the response to a request that is refused."""
+    """Return the response to a refused request."""
     return JSONResponse(form(refusal), refusal.status, refusal.headers)
 
 
@@ -286,8 +289,8 @@ async def refuse_handshake(
     body: Mapping[str, Any],
     *headers: tuple[bytes, bytes],
 ) -> None:
-    """Answer the handshake of a WebSocket with an HTTP error. Where the ASGI server lacks the
-    extension for that, close the WebSocket with the text ``message`` of the body."""
+    """Answer a WebSocket handshake with an HTTP error. If the ASGI server lacks the extension for
+    that, close the WebSocket with the body's ``message`` as the reason."""
     if "websocket.http.response" not in (scope.get("extensions") or {}):
         await send(
             {

@@ -1,4 +1,4 @@
-"""A request that is not served, with its HTTP status and reason."""
+"""Exception for a request that is not served, with its HTTP status and reason."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from typing import Any
 
 
 class Refusal(Exception):
-    """A request that is not served.
+    """Raised for a request that is not served.
 
-    Each API has its own form of an error body, so a server turns a refusal into a response itself.
+    APIs have different formats for error bodies, so each server converts a refusal to a response
+    itself.
     """
 
     status: int
     """HTTP status."""
     detail: Any
-    """The reason: a text, or for status 422 a JSON list of problems."""
+    """The reason: a string, or for status 422 a JSON list of problems."""
     headers: dict[str, str]
     """Response headers, such as ``Retry-After``."""
     code: str
-    """A word that programs compare, such as ``BUSY``; "" where the API has none."""
+    """Error code for programs, such as ``BUSY``; "" if the API has none."""
     more: dict[str, Any]
     """Further keys of the error body."""
 
@@ -40,7 +41,7 @@ class Refusal(Exception):
         self.more = more
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Support pickling: a parser process raises refusals for its parent."""
+        """Support pickling, because the parser process raises refusals in its parent."""
         return (
             Refusal,
             (self.status, self.detail, self.headers),

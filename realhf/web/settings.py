@@ -1,8 +1,8 @@
 """Settings of servers: dataclass fields that are also command-line flags and environment variables.
 
-A flag wins over its variable, and a variable over the default. Flags and variables are texts and
-are converted here, so a mistake reads the same wherever it was made. Apart from settings, servers
-do not read the process environment.
+A flag overrides its variable, and a variable overrides the default. Flags and variables are strings
+and are converted here, so that a mistake gives the same error wherever it was made. Servers do not
+read the process environment for anything else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _TYPES: Mapping[str, type] = {"str": str, "int": int, "float": float}
 
 
 class SettingError(ValueError):
-    """A setting that is unknown, out of range, or contradicts another one; the text names it."""
+    """Raised for a setting that is unknown, out of range, or contradicts another one; the message
+    names it."""
 
 
 def setting(
@@ -37,9 +38,9 @@ def setting(
 ) -> Any:
     """Declare a field of a ``Settings`` class.
 
-    ``about``: one line for ``--help``; ``limits``: the smallest and the largest value; ``choices``:
-    the allowed words; ``bare``: the value of a flag that is given without one. A field without a
-    default is a required flag, and a keyword argument of the class.
+    ``about``: one line for ``--help``. ``limits``: the smallest and the largest value. ``choices``:
+    the allowed words. ``bare``: the value if the flag is given without a value. A field without a
+    default is a required flag, and a required keyword argument of the class.
     """
     metadata = {"about": about, "limits": limits, "choices": tuple(choices), "bare": bare}
     return field(default=default, metadata=metadata, kw_only=default is MISSING)
@@ -47,16 +48,16 @@ def setting(
 
 @dataclass(frozen=True)
 class Settings:
-    """Base class of the settings of one program. Raises SettingError for a value out of range."""
+    """Base class for the settings of one program. Raises SettingError for a value out of range."""
 
     PREFIX: ClassVar[str] = ""
-    """Prefix of the environment variables; "": the program reads none."""
+    """Prefix of the environment variables; "" if the program reads none."""
     UNPREFIXED: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Environment variables whose name is not prefix plus flag, by setting."""
+    """Environment variables, by setting, whose name is not the prefix plus the flag's name."""
     FLAGS: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Flags whose name differs from that of the setting, without dashes, by setting."""
+    """Flags, by setting and without dashes, whose name differs from the setting's name."""
     FOREIGN: ClassVar[frozenset[str]] = frozenset()
-    """Variables with the prefix, given without it, that belong to other programs."""
+    """Variables, given without the prefix, that have the prefix but belong to other programs."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -79,21 +80,21 @@ class Settings:
 
     @classmethod
     def variable(cls, name: str) -> str:
-        """Return the environment variable of a setting; "" where the program reads none."""
+        """Return the name of a setting's environment variable; "" if the program reads none."""
         if not cls.PREFIX:
             return ""
         return cls.UNPREFIXED.get(name) or cls.PREFIX + cls.flag(name)[2:].replace("-", "_").upper()
 
     @classmethod
     def setting_label(cls, name: str) -> str:
-        """Return how messages name a setting: by its variable, if it has one, and its flag."""
+        """Return the name of a setting for messages: its variable, if it has one, and its flag."""
         variable = cls.variable(name)
         return f"{variable} ({cls.flag(name)})" if variable else cls.flag(name)
 
     @classmethod
     def add_arguments(cls, parser: argparse._ActionsContainer) -> None:
-        """Add one flag for each setting. A flag that is not given leaves the variable or the
-        default in force."""
+        """Add one flag for each setting. If a flag is not given, the variable or the default
+        applies."""
         for each in fields(cls):
             _add_argument(parser, cls, each)
 
@@ -103,9 +104,9 @@ class Settings:
         arguments: argparse.Namespace | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> Self:
-        """Return the settings of parsed ``arguments``, else of variables, else the defaults.
-        ``environment`` stands for the process environment. Raises SettingError, also for an unknown
-        variable with the prefix."""
+        """Return the settings: values from parsed ``arguments``, then from environment variables,
+        then defaults. ``environment`` replaces the process environment. Raises SettingError, also
+        for an unknown variable with the prefix."""
         environment = os.environ if environment is None else environment
         texts = cls._texts_of_variables(environment) if cls.PREFIX else {}
         for each in fields(cls):
@@ -122,13 +123,13 @@ class Settings:
 
     @classmethod
     def parse(cls, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Self:
-        """Return the settings of a command line that has no other flags."""
+        """Return the settings for a command line that contains only these flags."""
         parser = argparse.ArgumentParser()
         cls.add_arguments(parser)
         return cls.resolve(parser.parse_args(arguments), environment)
 
     def to_environment(self) -> dict[str, str]:
-        """Return the environment variables that make the same settings in a child process."""
+        """Return the environment variables that give a child process the same settings."""
         return {
             self.variable(each.name): str(getattr(self, each.name))
             for each in fields(self)
@@ -196,8 +197,9 @@ def _convert(kind: type[Settings], each: Field[Any], text: str) -> str | int | f
 
 
 def _type_name(each: Field[Any]) -> str:
-    """Return ``str``, ``int``, ``float`` or ``bool``, also for an optional one. Modules with
-    settings import ``annotations`` from ``__future__``, so the type of a field is a text."""
+    """Return ``str``, ``int``, ``float`` or ``bool`` for a field, also for an optional one. The
+    field's type is a string, because modules with settings import ``annotations`` from
+    ``__future__``."""
     return str(each.type).removesuffix(" | None")
 
 
@@ -207,10 +209,10 @@ def _range_text(minimum: float, maximum: float) -> str:
 
 @dataclass(frozen=True)
 class ServerSettings(Settings):
-    """Base class of the settings of an HTTP server.
+    """Base class for the settings of an HTTP server.
 
-    Raises SettingError where others could reach the server and no token is asked for, and for a
-    certificate that cannot be loaded.
+    Raises SettingError if other machines could reach the server without a token (unless the user
+    explicitly chose that), and for a certificate that cannot be loaded.
     """
 
     host: str = setting("127.0.0.1", "address to listen on; other than loopback it needs a token")
@@ -235,17 +237,18 @@ class ServerSettings(Settings):
 
     @property
     def asks_for_token(self) -> bool:
-        """Whether clients need a token, or a person decided that the server goes without."""
+        """Whether clients need a token, or the user explicitly chose to run without one."""
         raise NotImplementedError
 
     @property
     def token_names(self) -> str:
-        """How messages name the settings that would let the server listen beyond the loopback."""
+        """Names of the settings that would allow the server to listen beyond the loopback, for
+        error messages."""
         return self.setting_label("token")
 
     @property
     def tls_names(self) -> tuple[str, str]:
-        """How messages name the settings of certificate and private key."""
+        """Names of the settings for the certificate and the private key, for error messages."""
         return self.setting_label("tls_cert"), self.setting_label("tls_key")
 
     @property

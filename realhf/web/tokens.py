@@ -18,11 +18,12 @@ _OTHERS = 0o077
 
 
 class TokenTable(Generic[Grant]):
-    """The tokens of a server, each with what it grants: a role, or an owner.
+    """The tokens of a server, each with what it grants: a role or an owner.
 
     A comparison takes the same time whichever token is sent: it goes through all tokens, and
     ``hmac.compare_digest`` does not stop at the first byte that differs. HTTP headers are bytes,
-    and clients encode characters beyond ASCII as UTF-8 or as Latin-1, so both count.
+    and clients encode characters beyond ASCII as UTF-8 or as Latin-1, so both encodings are
+    accepted.
     """
 
     def __init__(self, grants: Iterable[tuple[str, Grant]]) -> None:
@@ -31,19 +32,20 @@ class TokenTable(Generic[Grant]):
         ]
 
     def __bool__(self) -> bool:
-        """Whether there is any token."""
+        """Return whether there is any token."""
         return bool(self._grants)
 
     def find_grants(self, offered: bytes) -> list[Grant]:
-        """Return what the token ``offered`` grants; [] for an unknown one."""
+        """Return what the token ``offered`` grants; [] if the token is unknown."""
         return [grant for token, grant in self._grants if hmac.compare_digest(token, offered)]
 
 
 def _encodings(token: str) -> set[bytes]:
-    """Return the bytes that stand for a token, and for no other text.
+    """Return the byte strings that are accepted for a token and cannot mean another token.
 
-    No character is ever replaced: a token with characters outside Latin-1 has no Latin-1 form, and
-    bytes of a variable that are not UTF-8 (surrogates here) stay the bytes that they were.
+    Characters are never replaced: a token with characters outside Latin-1 has no Latin-1 form, and
+    bytes of an environment variable that are not UTF-8 (surrogates in ``token``) stay the bytes
+    that they were.
     """
     encodings = {encode_token(token)}
     if not token.isascii():
@@ -53,8 +55,8 @@ def _encodings(token: str) -> set[bytes]:
 
 
 def encode_token(token: str) -> bytes:
-    """Encode a token as UTF-8; surrogates become the bytes that they stand for, or their own
-    encoding."""
+    """Encode a token as UTF-8. A surrogate that stands for a byte becomes that byte; any other
+    surrogate is encoded as such."""
     try:
         return token.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:  # a surrogate that stands for no byte
@@ -62,8 +64,8 @@ def encode_token(token: str) -> bytes:
 
 
 def bearer_token(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Return the token of ``Authorization: Bearer TOKEN`` in raw ASGI headers; b"" without exactly
-    one such header."""
+    """Return the token in ``Authorization: Bearer TOKEN``, from raw ASGI headers; b"" unless there
+    is exactly one such header."""
     values = [value for name, value in headers if name.lower() == b"authorization"]
     if len(values) != 1 or values[0][: len(_SCHEME)].lower() != _SCHEME:
         return b""
@@ -71,8 +73,9 @@ def bearer_token(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def read_token_lines(path: str, flag: str, *, private: bool = False) -> list[str]:
-    """Return the lines of a file with tokens, without surrounding spaces. ``flag`` names the option
-    in messages; ``private``: no other user may have access to the file. Raises SettingError."""
+    """Return the lines of a file with tokens, without surrounding spaces. ``flag``: name of the
+    option, for messages. ``private``: require that no other user has access to the file. Raises
+    SettingError."""
     file = Path(path).expanduser()
     try:
         if private and file.stat().st_mode & _OTHERS:

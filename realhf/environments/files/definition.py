@@ -42,9 +42,9 @@ from realhf.environments.files.tasks import (
 from realhf.environments.files.workspace import FilesWorkspace
 
 SHORTENED_SHARE = 0.6
-"""Share of the mistakes that shorten names; the others leave out endings if there are any."""
+"""Share of mistakes that shorten names; the other mistakes leave out endings, if there are any."""
 PERSISTENCE = 2
-"""Fewest calls of a habit; the failing call is repeated."""
+"""Minimum number of calls of a habit; the failing call is repeated."""
 _ENDING = re.compile(r"\.(txt|log)\b")
 _SEED_BITS = 31
 _Mistake = Callable[[FilesCall], FilesCall]
@@ -52,7 +52,8 @@ _Mistake = Callable[[FilesCall], FilesCall]
 
 def demonstrations(tasks: FilesTasks, request: DemonstrationRequest) -> Iterator[Demonstration]:
     """Yield the requested demonstrations in random order. Every template gets the rounded share of
-    each kind, with solutions in place of recoveries if a template has no recoverable call."""
+    each kind. If a template has no call that can be repeated after a mistake, it gets solutions
+    instead of recoveries."""
     rng = random.Random(f"files demonstrations {request.seed}")
     draws = [(template, kind) for template in tasks.group_of for kind in request.kinds()]
     rng.shuffle(draws)
@@ -63,7 +64,7 @@ def demonstrations(tasks: FilesTasks, request: DemonstrationRequest) -> Iterator
 def demonstration(
     tasks: FilesTasks, template: str, seed: int, kind: str, rng: random.Random
 ) -> Demonstration:
-    """Return a script of a kind for the instance that ``seed`` draws."""
+    """Return a script of kind ``kind`` for the instance that ``seed`` draws."""
     instance = tasks.instance(template, seed)
     task = tasks.instantiate(template, seed)
     if kind == HABIT:
@@ -77,7 +78,7 @@ def demonstration(
 
 
 def format_call(call: FilesCall) -> str:
-    """Return a call in the format of a policy turn."""
+    """Return a call as a policy writes it in a turn."""
     text = json.dumps({"name": call.tool, "arguments": dict(call.arguments)}, ensure_ascii=False)
     return f"<tool_call>{text}</tool_call>"
 
@@ -93,7 +94,7 @@ def drop_endings(call: FilesCall) -> FilesCall:
 
 
 def draw_mistake(instance: FilesInstance, rng: random.Random) -> _Mistake:
-    """Draw the mistake of an episode, one that changes a call of the solution."""
+    """Draw the mistake for an episode; it must change at least one call of the solution."""
     if rng.random() < SHORTENED_SHARE or not any(
         drop_endings(call) != call for call in instance.solution
     ):
@@ -102,7 +103,7 @@ def draw_mistake(instance: FilesInstance, rng: random.Random) -> _Mistake:
 
 
 def habit(instance: FilesInstance, mistake: _Mistake) -> list[FilesCall]:
-    """Return the solution with the mistake in every call, up to the first that fails, which is
+    """Return the solution with the mistake in every call, up to the first call that fails, which is
     repeated."""
     workspace = _open_workspace(instance)
     calls = []
@@ -114,9 +115,9 @@ def habit(instance: FilesInstance, mistake: _Mistake) -> list[FilesCall]:
 
 
 def recovery(instance: FilesInstance, mistake: _Mistake) -> tuple[list[FilesCall], int] | None:
-    """Return (calls, index of the wrong one): the solution with a wrong call before the first call
-    that the mistake changes and that can be sent again. A file that the wrong call creates is
-    deleted. None if there is no such call."""
+    """Return (calls, index of the wrong call): the solution with a wrong call inserted before the
+    first call that the mistake changes and that can be sent again. If the wrong call creates a
+    file, it is deleted afterwards. None if there is no such call."""
     workspace = _open_workspace(instance)
     for place, call in enumerate(instance.solution):
         wrong = mistake(call)

@@ -1,15 +1,15 @@
 """Tasks of the files environment: names, templates in groups of increasing difficulty, and the task
 set.
 
-The three kinds of names share no word, as in a real folder, where a date does not look like a
-person, so a small policy can tell the kind from the name.
+The three kinds of names have no word in common, so that a small policy can tell the kind from the
+name, as in a real folder, where a date does not look like a person.
 
 Names are held out by a stable hash of the whole name. Their words, and pairs of adjacent words,
 occur in training names, so a policy must copy, not recall.
 
 Every template takes a ``FilesScene``, from which it draws names and files, and returns a
-``FilesInstance``. Texts are short and requests have one wording each, for policies of a few million
-parameters.
+``FilesInstance``. Texts are short, and each request has a single wording, for policies of a few
+million parameters.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def choose_split(name: str) -> str:
 
 
 def draw_name(rng: random.Random, split: str, kind: Kind = FILE) -> str:
-    """Draw a name of a kind (one of KINDS) and a split."""
+    """Draw a name of the given kind (one of KINDS) that belongs to the split."""
     while True:
         name = "-".join(rng.choice(words) for words in kind)
         if choose_split(name) == split:
@@ -84,8 +84,8 @@ LOOK_FIRST = "look_first"
 CHANGE = "change"
 SEVERAL = "several"
 GROUPS = (ONE_CALL, LOOK_FIRST, CHANGE, SEVERAL)
-"""Groups by difficulty: one call; look, then answer; look, then change something; several changes.
-"""
+"""Groups by difficulty: one call; look, then answer; look, then change something; several
+changes."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,14 @@ class FilesCall:
 
 @dataclass(frozen=True)
 class FilesInstance:
-    """One task."""
+    """One task with its solution."""
 
     request: str
     """What the policy is asked."""
     files: Mapping[str, str]
     """Folder at the start: text by path."""
     wanted: Mapping[str, str]
-    """Folder at the end."""
+    """Folder when the task is solved: text by path."""
     answer: str
     """Right answer; "" if none is asked for."""
     solution: tuple[FilesCall, ...]
@@ -126,7 +126,7 @@ class FilesInstance:
 
 @dataclass
 class FilesScene:
-    """Random draws of a template; all names of a scene differ."""
+    """Random draws for one template instance; all names in a scene are different."""
 
     rng: random.Random
     """Random generator of the instance."""
@@ -138,7 +138,7 @@ class FilesScene:
     """Names drawn so far."""
 
     def name(self, kind: Kind) -> str:
-        """Draw a new name of a kind."""
+        """Draw a name of this kind that the scene does not contain yet."""
         while (name := draw_name(self.rng, self.split, kind)) in self._names:
             pass
         self._names.add(name)
@@ -175,8 +175,8 @@ class FilesScene:
         wanted: Mapping[str, str | None] | None = None,
         answer: str = "",
     ) -> FilesInstance:
-        """Return the instance with the files in random order. ``wanted``: differences of the final
-        folder, None for a removed file."""
+        """Return the instance, with its files in random order. ``wanted``: files of the final
+        folder that differ from the initial one; None for a removed file."""
         paths = list(self.files)
         self.rng.shuffle(paths)
         files = {path: self.files[path] for path in paths}
@@ -201,7 +201,7 @@ answer = _caller("answer", "text")
 
 
 def rename(scene: FilesScene) -> FilesInstance:
-    """Give a file another name."""
+    """Make a task: give a file another name."""
     scene.others()
     old = scene.file()
     new = scene.path()
@@ -211,14 +211,14 @@ def rename(scene: FilesScene) -> FilesInstance:
 
 
 def remove(scene: FilesScene) -> FilesInstance:
-    """Delete a file."""
+    """Make a task: delete a file."""
     scene.others()
     path = scene.file()
     return scene.instance(f"Delete {path}.", delete(path), wanted={path: None})
 
 
 def create(scene: FilesScene) -> FilesInstance:
-    """Write a new file."""
+    """Make a task: write a new file."""
     scene.others()
     path = scene.path()
     text = scene.word()
@@ -228,7 +228,7 @@ def create(scene: FilesScene) -> FilesInstance:
 
 
 def put_away(scene: FilesScene) -> FilesInstance:
-    """Move a file into a folder."""
+    """Make a task: move a file into a folder."""
     scene.others()
     old = scene.file()
     folder = scene.folder()
@@ -238,7 +238,7 @@ def put_away(scene: FilesScene) -> FilesInstance:
 
 
 def tell_text(scene: FilesScene) -> FilesInstance:
-    """Say what a file holds."""
+    """Make a task: say what a file contains."""
     scene.others()
     path = scene.file(words=1)
     text = scene.files[path]
@@ -246,14 +246,14 @@ def tell_text(scene: FilesScene) -> FilesInstance:
 
 
 def find(scene: FilesScene) -> FilesInstance:
-    """Say which file holds a word."""
+    """Make a task: say which file contains a word."""
     scene.others()
     path, word = _with_word(scene)
     return scene.instance(f"Which file holds {word}?", search(word), answer(path), answer=path)
 
 
 def count_files(scene: FilesScene) -> FilesInstance:
-    """Count the files of a folder."""
+    """Make a task: count the files in a folder."""
     scene.others()
     folder = scene.folder()
     count = scene.rng.randint(2, 5)
@@ -264,7 +264,7 @@ def count_files(scene: FilesScene) -> FilesInstance:
 
 
 def count_found(scene: FilesScene) -> FilesInstance:
-    """Count the files that hold a word."""
+    """Make a task: count the files that contain a word."""
     scene.others()
     word = scene.word()
     count = scene.rng.randint(2, 4)
@@ -275,7 +275,7 @@ def count_found(scene: FilesScene) -> FilesInstance:
 
 
 def copy(scene: FilesScene) -> FilesInstance:
-    """Copy a file."""
+    """Make a task: copy a file."""
     scene.others()
     old = scene.file(words=1)
     new = scene.path()
@@ -294,7 +294,7 @@ def replace(scene: FilesScene) -> FilesInstance:
 
 
 def append(scene: FilesScene) -> FilesInstance:
-    """Add a word to a file."""
+    """Make a task: add a word to a file."""
     scene.others()
     path = scene.file(words=1)
     word = scene.word()
@@ -304,7 +304,7 @@ def append(scene: FilesScene) -> FilesInstance:
 
 
 def rename_found(scene: FilesScene) -> FilesInstance:
-    """Rename the file that holds a word."""
+    """Make a task: rename the file that contains a word."""
     scene.others()
     path, word = _with_word(scene)
     new = scene.path()
@@ -315,7 +315,7 @@ def rename_found(scene: FilesScene) -> FilesInstance:
 
 
 def remove_found(scene: FilesScene) -> FilesInstance:
-    """Delete the file that holds a word."""
+    """Make a task: delete the file that contains a word."""
     scene.others()
     path, word = _with_word(scene)
     request = f"Delete the file that holds {word}."
@@ -323,7 +323,7 @@ def remove_found(scene: FilesScene) -> FilesInstance:
 
 
 def move_all(scene: FilesScene) -> FilesInstance:
-    """Move the files of a folder to another one."""
+    """Make a task: move the files in a folder to another folder."""
     scene.others()
     old = scene.folder()
     new = scene.folder()
@@ -337,7 +337,7 @@ def move_all(scene: FilesScene) -> FilesInstance:
 
 
 def remove_all(scene: FilesScene) -> FilesInstance:
-    """Delete the files with an ending."""
+    """Make a task: delete the files with a given ending."""
     scene.others(2, 3)
     paths = sorted(scene.file(ending="log", words=1) for _ in range(2))
     request = "Delete every file whose name ends with .log."
@@ -347,7 +347,7 @@ def remove_all(scene: FilesScene) -> FilesInstance:
 
 
 def swap(scene: FilesScene) -> FilesInstance:
-    """Swap the names of two files."""
+    """Make a task: swap the names of two files."""
     scene.others()
     first = scene.file()
     second = scene.file()
@@ -362,7 +362,7 @@ def swap(scene: FilesScene) -> FilesInstance:
 
 
 def join(scene: FilesScene) -> FilesInstance:
-    """Write the texts of two files to a third one."""
+    """Make a task: write the texts of two files to a third file."""
     scene.others()
     first = scene.file(words=1)
     second = scene.file(words=1)
@@ -392,12 +392,13 @@ TEMPLATES: Mapping[str, tuple[str, Callable[[FilesScene], FilesInstance]]] = Map
         for template in templates
     }
 )
-"""Group and function of each template."""
+"""(group, function that makes an instance) of each template, by name."""
 
 
 class FilesTasks(GroupedTaskSet):
-    """Templates of these groups, each with unlimited instances by seed. Every instance contains
-    names, and no name occurs in both splits. Raises ValueError for an unknown group or split."""
+    """Task set of the templates in the given groups; each has unlimited instances by seed. Every
+    instance contains names, and no name occurs in both splits. Raises ValueError for an unknown
+    group or split."""
 
     def __init__(self, groups: Iterable[str], split: str) -> None:
         super().__init__(

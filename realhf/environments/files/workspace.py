@@ -223,9 +223,9 @@ class FilesWorkspace:
         return sum(parts) / (len(parts) + strays) if parts else 0.0
 
     def _parts(self) -> Iterable[bool]:
-        """Yield, for the answer and for each wanted change, whether it is done. Removing a file
-        whose text is wanted elsewhere counts only if the text is there, so losing it earns nothing.
-        """
+        """Yield, for the answer and for each expected change, whether it is done. Removing a file
+        whose text is expected at another path counts only if the text is there, so losing the text
+        earns nothing."""
         if self._right_answer is not None:
             yield self._answer == self._right_answer
         new = {path: text for path, text in self._wanted.items() if self._start.get(path) != text}
@@ -251,8 +251,8 @@ class FilesWorkspace:
         return canonical
 
     def _check_free(self, path: str, *, without: str = "") -> str:
-        """Return ``path`` if a file may be there after the file ``without`` is removed: it is no
-        folder, and no part of it is a file."""
+        """Return ``path`` if a file may be created there once the file ``without`` is removed: it
+        must not be a folder, and none of its parent parts may be a file."""
         parts = path.split("/")
         folders = ["/".join(parts[:n]) for n in range(1, len(parts))]
         if files := [part for part in folders if part in self._files and part != without]:

@@ -33,12 +33,12 @@ from realhf.environments.sql.instance import SqlTable, words
 Rows = Mapping[str, Mapping[Any, tuple[Any, ...]]]
 """Rows by table and primary key."""
 STATEMENT_CHARS = 800
-"""Longest statement, in characters."""
+"""Maximum length of a statement in characters."""
 MAX_SELECTS = 6
 MAX_JOINS = 6
 MAX_SELECTS_AFTER_WITH = 2
 _CHECK_EVERY = 200
-"""Virtual machine steps between two checks of the limits."""
+"""Number of virtual machine steps between two checks of the limits."""
 _PAGE_BYTES = 1024
 _FIRST_WORDS = ("SELECT", "WITH", "VALUES", "INSERT", "REPLACE", "UPDATE", "DELETE")
 _LIMITS = (
@@ -61,7 +61,7 @@ _FUNCTIONS = frozenset(
         rank round row_number rtrim sign string_agg substr substring sum total trim typeof upper"""
     )
 )
-"""Pure functions that cannot make a long value from short ones."""
+"""Allowed functions: pure, and unable to make a long value from short ones."""
 _SCHEMA_TABLES = frozenset({"sqlite_master", "sqlite_schema"})
 _WRITES = frozenset({sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_DELETE})
 _DENIED_FEATURES = {
@@ -76,16 +76,16 @@ _DENIED_FEATURES = {
 
 @dataclass(frozen=True)
 class StatementLimits:
-    """Limits of a statement."""
+    """Limits for each statement."""
 
     steps: int
-    """Steps of SQLite's virtual machine."""
+    """Maximum number of steps of SQLite's virtual machine."""
     ms: float
-    """Processor time in milliseconds."""
+    """Maximum processor time in milliseconds."""
     rows: int
-    """Result rows that are read."""
+    """Maximum number of result rows that are read."""
     kilobytes: int
-    """Size of the whole database in KiB."""
+    """Maximum size of the whole database in KiB."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,12 @@ class Result:
     error: str = ""
     """Error text; "" if the statement ran."""
     columns_read: frozenset[tuple[str, str]] = frozenset()
-    """Columns that it read, as (table, column)."""
+    """Columns that the statement read, as (table, column)."""
 
 
 class Database:
-    """SQLite database in memory with these tables. ``writable``: whether statements may change
-    rows. Not thread-safe. Raises sqlite3.Error when the tables cannot be created."""
+    """In-memory SQLite database with the given tables. ``writable``: whether statements may change
+    rows. Not thread-safe. Raises sqlite3.Error if the tables cannot be created."""
 
     def __init__(
         self, tables: Sequence[SqlTable], limits: StatementLimits, *, writable: bool
@@ -133,7 +133,7 @@ class Database:
         self._connection.close()
 
     def execute(self, statement: str) -> Result:
-        """Run one untrusted statement of the policy. Errors are part of the result."""
+        """Run one untrusted statement of the policy. An error is returned in the result."""
         if refusal := find_refusal(statement):
             return Result(error=refusal)
         self._columns_read = set()
@@ -239,8 +239,9 @@ class Database:
         return action in _WRITES and self._writable and first in self._tables
 
     def _is_subquery(self, table: str, column: str, schema: str | None) -> bool:
-        """Return whether SQLite asks about a common table expression of which no column is read. It
-        asks in the same way about tables provided by modules, which are excluded."""
+        """Return whether SQLite asks for permission to read a common table expression of which no
+        column is read. For tables provided by modules it asks in the same way; those are
+        excluded."""
         return not (
             column or schema or table.startswith(("pragma_", "sqlite_")) or table in self._modules
         )
@@ -254,7 +255,7 @@ class Database:
 
 
 def find_refusal(statement: str) -> str:
-    """Return why a statement may not even be prepared; "" if it may."""
+    """Return why SQLite must not even prepare a statement; "" if it may."""
     if len(statement) > STATEMENT_CHARS:
         return f"a statement has at most {STATEMENT_CHARS} characters"
     words = [word.upper() for word in re.findall(r"[A-Za-z_]+", statement)]

@@ -1,7 +1,7 @@
 """Registration of the SQL environment: its options, its specification, and a scripted solver.
 
-Most mistakes of the solver are possible in every template (tables are named in the singular), so
-what reinforcement learning teaches about one template helps with the others.
+Most of the solver's mistakes are possible in every template (naming tables in the singular), so
+what reinforcement learning teaches in one template helps in the others.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from realhf.environments.sql.instance import SqlInstance
 from realhf.environments.sql.tasks import GROUPS, SqlTaskSet, draw_instance
 
 SINGULAR_SHARE = 0.6
-"""Share of the mistakes that name tables in the singular; the other mistakes are equally likely."""
+"""Share of mistakes that name tables in the singular; the other kinds of mistakes are equally
+likely."""
 PERSISTENCE = 3
-"""Turns of a habit; its last statement is repeated."""
+"""Number of turns of a habit; its last statement is repeated."""
 _QUOTED = re.compile(r"'([^']*)'")
 _SEED_BITS = 31
 
@@ -71,7 +72,8 @@ def write_demonstration(task: Task, kind: str, rng: random.Random) -> Demonstrat
 
 
 def add_mistake(instance: SqlInstance, rng: random.Random) -> tuple[str, ...]:
-    """Return the statements with a mistake, so that none of them reads or changes a row."""
+    """Return the solution's statements with a mistake, chosen such that none of them reads or
+    changes a row."""
     mistakes = [
         mistake
         for mistake in (_drop_quotes, _misname_column)
@@ -83,7 +85,7 @@ def add_mistake(instance: SqlInstance, rng: random.Random) -> tuple[str, ...]:
 
 
 def use_singular(instance: SqlInstance) -> tuple[str, ...]:
-    """Return the statements with every table name in the singular."""
+    """Return the solution's statements with every table name in the singular."""
     tables = "|".join(table.name for table in instance.tables)
     return tuple(
         re.sub(rf"\b({tables})\b", lambda match: match[0][:-1], statement)
@@ -92,12 +94,13 @@ def use_singular(instance: SqlInstance) -> tuple[str, ...]:
 
 
 def _drop_quotes(instance: SqlInstance) -> tuple[str, ...]:
-    """Return the statements without the quotes around texts; SQLite then reads them as columns."""
+    """Return the solution's statements without the quotes around strings; SQLite then takes them
+    for columns."""
     return tuple(_QUOTED.sub(r"\1", statement) for statement in instance.statements)
 
 
 def _misname_column(instance: SqlInstance) -> tuple[str, ...]:
-    """Return the statements with the first named column of each in the plural."""
+    """Return the solution's statements, each with its first named column in the plural."""
     columns = "|".join(sorted(instance.columns))
     return tuple(
         re.sub(rf"\b({columns})\b", r"\1s", statement, count=1) for statement in instance.statements
@@ -141,7 +144,7 @@ class SqlOptions:
     )
 
     def problems(self, name: str) -> Iterator[str]:
-        """Yield an error if there is no group."""
+        """Yield an error if no group is given."""
         if not self.groups:
             yield f"{name}.groups=[]: name at least one group"
 
@@ -153,7 +156,7 @@ def build(options: SqlOptions) -> EnvironmentSpec:
     )
 
     def make(address: str) -> SqlEnvironment:
-        """Return an instance; it needs no service, so the address is not used."""
+        """Return an instance; ``address`` is not used, because the environment needs no service."""
         return SqlEnvironment(
             limits,
             most_statements=options.max_statements,

@@ -1,9 +1,10 @@
-"""Episode of the SQL environment: a conversation about one database, rewarded by potential.
+"""Episode of the SQL environment: a conversation about one database. Each turn is rewarded by the
+change of a potential.
 
-The potential is 0 when nothing was done and 1 when the task is solved. A question is worth half
-when a statement has found the answer, and 1 when the answer was given. A change is worth the
-relative decrease of the distance to the wanted rows over all tables, so rows that should be kept
-count as well; if the distance grows it is negative, at least ``HARM``.
+The potential is 0 at the start and 1 when the task is solved. For a question it is ``FOUND`` once a
+statement has found the answer, and 1 once the correct answer is given. For a change it is the
+relative decrease of the distance to the expected rows over all tables, so rows that should be kept
+count as well. If the distance grows, it is negative, but at least ``HARM``.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ _FENCE = re.compile(
 _ANSWER = re.compile(r"\s*answer[ \t]*:(.*)", re.IGNORECASE)
 _NUMBER = re.compile(r"[+-]?[0-9]{1,15}(?:\.[0-9]{1,15})?")
 _TOLERANCE = 1e-6
-"""Largest difference of a numeric answer."""
+"""Largest accepted deviation of a numeric answer."""
 
 
 def read_answer(content: str) -> str | None:
-    """Return VALUE if the last line that is not empty is ``answer: VALUE``, otherwise None."""
+    """Return VALUE if the last non-empty line is ``answer: VALUE``, otherwise None."""
     lines = content.strip().splitlines()
     match = _ANSWER.fullmatch(lines[-1]) if lines else None
     return match[1].strip() if match else None
 
 
 def read_statement(content: str) -> str:
-    """Return the SQL of a turn, from its first fence or the whole text, without trailing
-    semicolons."""
+    """Return the SQL of a turn: the content of its first code fence, or the whole text, without
+    trailing semicolons."""
     fence = _FENCE.search(content)
     return (fence[1] if fence else content).strip().rstrip("; \t\r\n")
 
 
 def is_right(answer: str, expected: int | str) -> bool:
-    """Return whether an answer is correct: the expected number, or the expected text regardless of
+    """Return whether an answer is correct: the expected number, or the expected string, ignoring
     case, quotes and a full stop."""
     plain = read_value(answer)
     if isinstance(expected, str):
@@ -101,22 +102,23 @@ def _printable(characters: Iterable[str]) -> str:
 
 
 FOUND = 0.5
-"""Potential of an answer that was found but not given."""
+"""Potential after a statement has found the answer, before it is given."""
 HARM = -0.2
-"""Smallest potential: the database is farther from the wanted rows than at the start."""
+"""Smallest potential, if the database is farther from the expected rows than at the start."""
 MAX_LINES = 8
 MAX_LINE_CHARS = 120
-"""How much of the difference people see: wrong rows, and characters of each."""
+"""Maximum number of wrong rows, and of characters of each, in the info for people."""
 MAX_ROWS = 40
-"""Most rows of a database in the view for people."""
+"""Maximum number of rows of a database in the view for people."""
 
 
 class QuestionGoal:
     """Goal of answering a question.
 
-    The answer is found when a result with one value contains it, the statement reads all columns
-    that the answer depends on, and the same statement also finds the answer on other rows. A
-    statement that returns a constant does not count. Only the last result with one value counts.
+    The answer counts as found if the result is a single value that equals it, the statement reads
+    all columns on which the answer depends, and the same statement also finds the answer on other
+    rows; a statement that returns a constant thus does not count. Only the latest result with a
+    single value counts.
     """
 
     def __init__(self, instance: SqlInstance, limits: StatementLimits) -> None:
@@ -130,7 +132,7 @@ class QuestionGoal:
         self.solved = False
 
     def record_result(self, statement: str, result: Result, database: Database) -> None:
-        """Update the potential after a statement."""
+        """Update the potential after a statement was run."""
         value = _single_value(result)
         if value is not None:
             right = (
@@ -141,7 +143,7 @@ class QuestionGoal:
             self.potential = FOUND if right else 0.0
 
     def _finds_other_answers(self, statement: str) -> bool:
-        """Return whether a statement also finds the answer on rows for which the answer is
+        """Return whether a statement also finds the correct answer on rows for which it is
         different."""
         for tables in self._instance.twins():
             twin = Database(tables, self._limits, writable=False)
@@ -154,7 +156,7 @@ class QuestionGoal:
         return False
 
     def judge_answer(self, answer: str) -> tuple[str, bool]:
-        """Judge the answer; there is only one. Returns (reply to the policy, whether the episode
+        """Judge the policy's only answer. Return (reply to the policy, whether the episode
         ends)."""
         self._answer = read_value(answer)
         self.solved = is_right(answer, self._expected)
@@ -164,8 +166,8 @@ class QuestionGoal:
 
     @property
     def state_key(self) -> str:
-        """ "": a question changes no rows, and the conversation contains everything that the policy
-        knows."""
+        """Always "": a question changes no rows, and the conversation contains everything that the
+        policy knows."""
         return ""
 
     def info(self) -> dict[str, Any]:
@@ -174,15 +176,15 @@ class QuestionGoal:
 
 
 def _single_value(result: Result) -> Any:
-    """Return the value of a result that consists of a single value, otherwise None."""
+    """Return the value of a result that is a single value, otherwise None."""
     is_value = len(result.rows) == 1 and len(result.rows[0]) == 1 and not result.more
     return result.rows[0][0] if is_value else None
 
 
 class ChangeGoal:
-    """Goal of bringing the database to exactly the wanted rows. The distance is the number of
-    primary keys whose row differs from the wanted one, so deleting a row that should be changed is
-    no progress."""
+    """Goal of changing the database to exactly the expected rows. The distance is the number of
+    primary keys whose row differs from the expected one, so deleting a row that should be changed
+    is not progress."""
 
     def __init__(self, instance: SqlInstance) -> None:
         names = [table.name for table in instance.tables]
@@ -200,15 +202,15 @@ class ChangeGoal:
         self.solved = False
 
     def record_result(self, statement: str, result: Result, database: Database) -> None:
-        """Compare the database with the wanted rows. A failed statement may have changed it as
-        well."""
+        """Compare the database with the expected rows. This is done after a failed statement too,
+        because it may have changed rows."""
         self._rows = database.rows()
         distance = len(self._find_wrong_keys())
         self.solved = distance == 0
         self.potential = max(HARM, (self._start - distance) / self._start)
 
     def judge_answer(self, answer: str) -> tuple[str, bool]:
-        """Refuse an answer; the episode goes on."""
+        """Reject an answer, because the task is a change; the episode continues."""
         return (
             "error: the task asks for a change, not for an answer; reply with one SQL statement",
             False,
@@ -223,8 +225,8 @@ class ChangeGoal:
         return hashlib.sha256(repr(rows).encode()).hexdigest()
 
     def info(self) -> dict[str, Any]:
-        """Return, for people, all rows, and some of the missing and surplus ones as lines
-        ``table|value|...``."""
+        """Return all rows, and some of the missing and surplus rows as lines ``table|value|...``,
+        for people."""
         wrong = self._find_wrong_keys()[:MAX_LINES]
         sides = {"missing": self._wanted, "surplus": self._rows}
         view: dict[str, Any] = {
@@ -244,8 +246,8 @@ class ChangeGoal:
         }
 
     def _find_wrong_keys(self) -> list[tuple[str, Any]]:
-        """Return (table, primary key) of rows that are missing, surplus or different from the
-        wanted ones."""
+        """Return (table, primary key) of each row that is missing, surplus or different from the
+        expected one."""
         return [
             (name, key)
             for name, wanted_rows in self._wanted.items()
@@ -255,8 +257,8 @@ class ChangeGoal:
 
 
 def _visible_rows(tables: Rows) -> list[list[str]]:
-    """Return all rows as (table, row); if there are many or long ones, the first few and a digest
-    of all."""
+    """Return all rows as (table, row); if they are many or long, only the first few and a digest of
+    all."""
     rows = [
         [name, row_text(row)] for name, table_rows in tables.items() for row in table_rows.values()
     ]
@@ -271,9 +273,9 @@ NO_STATEMENT = "error: no statement; reply with one SQL statement or a line answ
 
 
 class SqlEnvironment:
-    """``realhf.api.environment.Environment`` on a database. Every statement runs on the event loop,
-    within the processor time of ``limits``. ``most_statements``: most turns of an episode;
-    ``observation_chars``: longest answer."""
+    """``realhf.api.environment.Environment`` that plays on a database. Every statement runs on the
+    event loop, within the processor time of ``limits``. ``most_statements``: maximum number of
+    turns of an episode. ``observation_chars``: maximum length of an answer to the policy."""
 
     def __init__(
         self, limits: StatementLimits, *, most_statements: int, observation_chars: int
@@ -287,7 +289,7 @@ class SqlEnvironment:
         self._rewarded = 0.0
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
-        """Start an episode; the payload determines everything, ``seed`` is not used. Raises
+        """Start an episode. The payload determines everything; ``seed`` is not used. Raises
         EnvironmentFailure (internal) for a payload of another environment."""
         await self.close()
         try:
@@ -315,8 +317,8 @@ class SqlEnvironment:
         )
 
     async def step(self, message: AssistantMessage) -> Turn:
-        """Run the statement, or judge the answer. Raises EnvironmentFailure (internal) when no
-        episode is open."""
+        """Run the policy's statement, or judge its answer. Raises EnvironmentFailure (internal) if
+        no episode is open."""
         if self._database is None or self._goal is None:
             raise EnvironmentFailure("internal", "no episode is open; call reset first")
         self._turns += 1
@@ -343,8 +345,8 @@ class SqlEnvironment:
         return result_text(result, self._observation_chars)
 
     def _build_turn(self, text: str, *, ended: bool) -> Turn:
-        """Return the turn: its reward is the change of the potential, and the episode ends if it is
-        solved, answered or too long."""
+        """Return the turn. Its reward is the change of the potential. The episode ends if the task
+        is solved, a question was answered, or the maximum number of turns is reached."""
         assert self._goal is not None
         potential = self._goal.potential
         solved = self._goal.solved

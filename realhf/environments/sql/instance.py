@@ -3,11 +3,11 @@ words and rows.
 
 A row is named ``adjective-animal`` and a table has a one-word name, because a small policy can only
 copy short names. The held-out split consists of *pairs* of words that training never combines,
-chosen by a stable hash: a table with its number column, and both words of a row name. Every word
-occurs in training, so a policy must copy, not recall. Every instance contains such pairs, so the
-splits share no instance.
+chosen by a stable hash: a table with its number column, and the two words of a row name. Every word
+occurs in training, so a policy must copy, not recall. Every instance contains such pairs, so no
+instance occurs in both splits.
 
-The wanted result is computed in Python from the rows, not by the SQL of the scripted solution.
+The expected result is computed in Python from the rows, not by the SQL of the scripted solution.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from realhf.env.loader.tasks import is_held_out
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Return the words of a text."""
+    """Split a string into words."""
     return tuple(text.split())
 
 
@@ -48,7 +48,7 @@ TEXT_COLUMNS = MappingProxyType(
         "metal": words("copper iron lead nickel steel zinc"),
     }
 )
-"""Text columns and their possible values."""
+"""Possible values of each text column."""
 NUMBER_COLUMNS = words("age cost price score size stock volume weight")
 LINKED_COLUMNS = MappingProxyType(
     {
@@ -56,11 +56,12 @@ LINKED_COLUMNS = MappingProxyType(
         "region": words("east north south west"),
     }
 )
-"""Columns of a second table that map each value of a text column to one of these values."""
+"""Columns of a second table, with their possible values; each value of a text column is mapped to
+one of them."""
 
 
 def is_heldout_pair(first: str, second: str) -> bool:
-    """Return whether names with this pair of words belong to the held-out split."""
+    """Return whether names that contain this pair of words belong to the held-out split."""
     return is_held_out(f"{first} {second}")
 
 
@@ -104,7 +105,8 @@ MAX_ROWS = 12
 
 
 class MainRow(NamedTuple):
-    """Row of the main table; the names of the columns ``text`` and ``number`` are drawn."""
+    """Row of the main table. The names of its columns ``text`` and ``number`` differ between
+    instances."""
 
     id: int
     """Primary key."""
@@ -145,7 +147,7 @@ class SqlTable:
 
 @dataclass(frozen=True)
 class SqlInstance:
-    """One task."""
+    """One task with its solution."""
 
     request: str
     """What the policy is asked."""
@@ -156,7 +158,7 @@ class SqlInstance:
     answer: Value | None = None
     """Answer of a question; None for a change."""
     wanted: tuple[tuple[tuple[Value, ...], ...], ...] = ()
-    """Rows of every table after a change; () for a question."""
+    """Rows of every table after the change; () for a question."""
 
     @property
     def columns(self) -> frozenset[str]:
@@ -165,8 +167,8 @@ class SqlInstance:
 
     @property
     def reads(self) -> frozenset[tuple[str, str]]:
-        """Columns that the scripted statements name, as (table, column), except join columns, whose
-        reads SQLite does not report."""
+        """Columns that the scripted statements read, as (table, column). Join columns are excluded,
+        because SQLite does not report reads of them."""
         words = {*re.findall(r"\w+", " ".join(self.statements))}
         columns = [(table.name, name) for table in self.tables for name in table.columns]
         times = Counter(name for _, name in columns)
@@ -175,8 +177,8 @@ class SqlInstance:
         )
 
     def twins(self) -> Iterator[tuple[SqlTable, ...]]:
-        """Yield the tables with other rows: first with one row less and the values of each column
-        shifted to other rows, then with other values in one column."""
+        """Yield copies of the tables with other rows: first without one row and with each column's
+        values shifted to other rows, then with other values in a single column."""
         for place in range(max(len(table.rows) for table in self.tables)):
             yield tuple(_rotate_columns(table, place) for table in self.tables)
         for target in self.tables:
@@ -198,7 +200,7 @@ class SqlInstance:
 
 
 def _replace_column(table: SqlTable, column: int) -> SqlTable:
-    """Return a table with other values in a column."""
+    """Return a copy of a table with other values in one column."""
     rows = []
     for row in table.rows:
         value = row[column]
@@ -208,8 +210,8 @@ def _replace_column(table: SqlTable, column: int) -> SqlTable:
 
 
 def _rotate_columns(table: SqlTable, place: int) -> SqlTable:
-    """Return a table without the row at ``place`` (small tables keep all rows) and with each column
-    rotated by a different number of rows."""
+    """Return a copy of a table without the row at ``place`` (small tables keep all rows), and with
+    each column rotated by a different number of rows."""
     rows = (
         table.rows
         if len(table.rows) < MIN_ROWS
@@ -225,7 +227,7 @@ def _rotate_columns(table: SqlTable, place: int) -> SqlTable:
 
 @dataclass(frozen=True)
 class SqlScene:
-    """A main table for a template, and the draws about it."""
+    """A main table for a template, and random draws related to it."""
 
     rng: random.Random
     """Random generator of the instance."""
@@ -240,7 +242,8 @@ class SqlScene:
     rows: tuple[MainRow, ...]
     """Its rows."""
     target: MainRow
-    """A row; the name of another row differs from its name only in the last word."""
+    """The row that the task is about; another row's name differs from its name only in the last
+    word."""
     other: MainRow
     """Another row."""
 
@@ -250,7 +253,7 @@ class SqlScene:
         return self.table_of(self.table, self.rows)
 
     def table_of(self, name: str, rows: Sequence[MainRow]) -> SqlTable:
-        """Return a table with the columns of the main table."""
+        """Return a table with other rows but the columns of the main table."""
         columns = ("id", "name", self.text, self.number)
         return SqlTable(
             name, columns, ("INTEGER", "TEXT", "TEXT", "INTEGER"), tuple(tuple(row) for row in rows)
@@ -261,17 +264,18 @@ class SqlScene:
         return [row for row in self.rows if row.text == text]
 
     def map_rows(self, change: Callable[[MainRow], MainRow | None]) -> tuple[MainRow, ...]:
-        """Return the rows mapped by ``change``; rows mapped to None are removed."""
+        """Return the rows after applying ``change`` to each; rows for which it returns None are
+        removed."""
         return tuple(new for row in self.rows if (new := change(row)) is not None)
 
     def other_table_name(self) -> str:
-        """Draw the name of another table."""
+        """Draw the name of a table other than the main table."""
         while (name := draw_table(self.rng, self.split, (self.number,))[0]) == self.table:
             pass
         return name
 
     def draw_new_rows(self, count: int) -> list[MainRow]:
-        """Draw rows with ids, names and numbers that the main table does not contain."""
+        """Draw rows whose ids, names and numbers do not occur in the main table."""
         ids = {row.id for row in self.rows}
         numbers = {row.number for row in self.rows}
         used = {row.name for row in self.rows}
@@ -310,7 +314,7 @@ def _draw_rows(rng: random.Random, split: str, text: str, count: int) -> list[Ma
 def question(
     scene: SqlScene, request: str, statement: str, answer: Value, *tables: SqlTable
 ) -> SqlInstance:
-    """Return a question about the main table and optionally others."""
+    """Return a question about the main table and optionally other tables."""
     return SqlInstance(request, (scene.main, *tables), (statement,), answer=answer)
 
 
@@ -321,8 +325,8 @@ def change(
     wanted: Sequence[MainRow],
     *others: tuple[SqlTable, SqlTable],
 ) -> SqlInstance:
-    """Return a change that leaves the main table with ``wanted``; ``others``: the other tables
-    before and after."""
+    """Return a task that must leave the main table with the rows ``wanted``. ``others``: (before,
+    after) of each other table."""
     tables = (scene.main, *(before for before, _ in others))
     rows = (tuple(tuple(row) for row in wanted), *(after.rows for _, after in others))
     return SqlInstance(request, tables, tuple(statements), wanted=rows)

@@ -29,7 +29,7 @@ statements."""
 
 
 def cell(scene: SqlScene) -> SqlInstance:
-    """A number of a row with a given name."""
+    """Make a question: the number in a row that is given by its name."""
     table = scene.table
     number = scene.number
     row = scene.target
@@ -42,7 +42,7 @@ def cell(scene: SqlScene) -> SqlInstance:
 
 
 def name_of_id(scene: SqlScene) -> SqlInstance:
-    """The name of a row with a given id."""
+    """Make a question: the name of a row that is given by its id."""
     return question(
         scene,
         f"What is the name in {scene.table} where id={scene.target.id}?",
@@ -52,7 +52,7 @@ def name_of_id(scene: SqlScene) -> SqlInstance:
 
 
 def name_of_number(scene: SqlScene) -> SqlInstance:
-    """The name of the row with a given number."""
+    """Make a question: the name of a row that is given by its number."""
     table = scene.table
     number = scene.number
     row = scene.target
@@ -65,7 +65,7 @@ def name_of_number(scene: SqlScene) -> SqlInstance:
 
 
 def count(scene: SqlScene) -> SqlInstance:
-    """How many rows have a given text."""
+    """Make a question: how many rows have a given text."""
     table = scene.table
     text = scene.text
     value = scene.target.text
@@ -78,7 +78,7 @@ def count(scene: SqlScene) -> SqlInstance:
 
 
 def total(scene: SqlScene) -> SqlInstance:
-    """The sum of the numbers of the rows with a given text."""
+    """Make a question: the sum of the numbers in rows with a given text."""
     table = scene.table
     text = scene.text
     number = scene.number
@@ -92,7 +92,7 @@ def total(scene: SqlScene) -> SqlInstance:
 
 
 def extreme(scene: SqlScene) -> SqlInstance:
-    """The name of the row with the largest or smallest number."""
+    """Make a question: the name of the row with the largest or smallest number."""
     table = scene.table
     number = scene.number
     largest = scene.rng.random() < 0.5
@@ -106,7 +106,7 @@ def extreme(scene: SqlScene) -> SqlInstance:
 
 
 def total_above(scene: SqlScene) -> SqlInstance:
-    """The sum of the numbers of the rows above a given number."""
+    """Make a question: the sum of all numbers greater than a given number."""
     table = scene.table
     number = scene.number
     limit = scene.other.number
@@ -120,7 +120,7 @@ def total_above(scene: SqlScene) -> SqlInstance:
 
 
 def linked_value(scene: SqlScene) -> SqlInstance:
-    """Make a question whose answer is in a second table, for a row of the first that is given by
+    """Make a question: the value in a second table for a row of the main table that is given by its
     name."""
     linked = linked_table(scene)
     row = scene.target
@@ -135,7 +135,7 @@ def linked_value(scene: SqlScene) -> SqlInstance:
 
 
 def linked_count(scene: SqlScene) -> SqlInstance:
-    """How many rows have a given value in a second table."""
+    """Make a question: how many rows have a given value in a second table."""
     linked = linked_table(scene)
     column, value, having = _rows_with_value(scene, linked)
     return question(
@@ -149,7 +149,7 @@ def linked_count(scene: SqlScene) -> SqlInstance:
 
 
 def linked_total(scene: SqlScene) -> SqlInstance:
-    """The sum of the numbers of the rows with a given value in a second table."""
+    """Make a question: the sum of the numbers in rows with a given value in a second table."""
     linked = linked_table(scene)
     column, value, having = _rows_with_value(scene, linked)
     return question(
@@ -163,8 +163,8 @@ def linked_total(scene: SqlScene) -> SqlInstance:
 
 
 def linked_table(scene: SqlScene) -> SqlTable:
-    """Draw a second table that maps every possible text, except one that the main table does not
-    contain, to a value."""
+    """Draw a second table that maps every possible text, except one that does not occur in the main
+    table, to a value."""
     column = scene.rng.choice([*instance.LINKED_COLUMNS])
     used = {row.text for row in scene.rows}
     left_out = scene.rng.choice(
@@ -176,8 +176,8 @@ def linked_table(scene: SqlScene) -> SqlTable:
 
 
 def _rows_with_value(scene: SqlScene, linked: SqlTable) -> tuple[str, str, list[int]]:
-    """Return (column of the second table, its value for the target, numbers of the rows with that
-    value)."""
+    """Return (column of the second table, its value for the target row, numbers of the rows with
+    that value)."""
     value_of = _value_of(linked)
     value = value_of[scene.target.text]
     return (
@@ -192,7 +192,7 @@ def _value_of(linked: SqlTable) -> dict[str, str]:
 
 
 def set_number(scene: SqlScene) -> SqlInstance:
-    """Give a row another number."""
+    """Make a change: give a row another number."""
     table = scene.table
     number = scene.number
     row = scene.target
@@ -208,7 +208,7 @@ def set_number(scene: SqlScene) -> SqlInstance:
 
 
 def delete(scene: SqlScene) -> SqlInstance:
-    """Delete a row."""
+    """Make a change: delete a row."""
     return change(
         scene,
         f"Delete the row in {scene.table} where name='{scene.target.name}'.",
@@ -218,7 +218,7 @@ def delete(scene: SqlScene) -> SqlInstance:
 
 
 def insert(scene: SqlScene) -> SqlInstance:
-    """Add a row."""
+    """Make a change: add a row."""
     new = scene.draw_new_rows(1)[0]
     values = f"{new.id},'{new.name}','{new.text}',{new.number}"
     return change(
@@ -230,7 +230,7 @@ def insert(scene: SqlScene) -> SqlInstance:
 
 
 def raise_numbers(scene: SqlScene) -> SqlInstance:
-    """Add to the numbers of all rows with a given text."""
+    """Make a change: add to the numbers of all rows with a given text."""
     table = scene.table
     text = scene.text
     number = scene.number
@@ -247,7 +247,7 @@ def raise_numbers(scene: SqlScene) -> SqlInstance:
 
 
 def transfer(scene: SqlScene) -> SqlInstance:
-    """Move a part of a row's number to another row."""
+    """Make a change: move a part of a row's number to another row."""
     table = scene.table
     number = scene.number
     giver = scene.target
@@ -266,7 +266,7 @@ def transfer(scene: SqlScene) -> SqlInstance:
 
 
 def copy_number(scene: SqlScene) -> SqlInstance:
-    """Give a row the number of another one."""
+    """Make a change: give a row the number of another row."""
     table = scene.table
     number = scene.number
     source = scene.target
@@ -283,7 +283,7 @@ def copy_number(scene: SqlScene) -> SqlInstance:
 
 
 def archive(scene: SqlScene) -> SqlInstance:
-    """Move a row to another table."""
+    """Make a change: move a row to another table."""
     table = scene.table
     target = scene.target
     remaining = scene.draw_new_rows(3)
@@ -302,7 +302,7 @@ def archive(scene: SqlScene) -> SqlInstance:
 
 
 def rename(scene: SqlScene) -> SqlInstance:
-    """Rename a text in two tables."""
+    """Make a change: replace a text by another one in two tables."""
     linked = linked_table(scene)
     text = scene.text
     old = scene.target.text
@@ -347,12 +347,12 @@ TEMPLATES: Mapping[str, tuple[str, Callable[[SqlScene], SqlInstance]]] = Mapping
         for draw in draws
     }
 )
-"""Group and function of each template."""
+"""(group, function that makes an instance) of each template, by name."""
 
 
 class SqlTaskSet(GroupedTaskSet):
-    """Templates of these groups, each with unlimited instances by seed. The splits draw disjoint
-    names. Raises ValueError for an unknown split or group."""
+    """Task set of the templates in the given groups; each has unlimited instances by seed. The
+    splits draw disjoint names. Raises ValueError for an unknown split or group."""
 
     def __init__(self, split: str = TRAIN, groups: Sequence[str] = GROUPS) -> None:
         super().__init__(
@@ -368,8 +368,8 @@ class SqlTaskSet(GroupedTaskSet):
 
 
 def draw_instance(payload: Mapping[str, Any]) -> SqlInstance:
-    """Return the instance of a task's payload; deterministic. Raises ValueError for a payload of
-    another environment."""
+    """Return the instance that a task's payload describes; deterministic. Raises ValueError for a
+    payload of another environment."""
     name, split, seed = (payload.get(key) for key in ("template", "split", "seed"))
     if not isinstance(name, str) or name not in TEMPLATES:
         raise ValueError(f"the task names no template of this environment: {name!r}")
