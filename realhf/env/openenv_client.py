@@ -79,7 +79,7 @@ class MessageTimeout(TimeoutError):
 
 
 class EnvError(RuntimeError):
-    """Error frame of the server; the session stays usable.
+    """Raised for an error frame from the server; the session stays usable.
 
     Args:
         code: Error code on the wire.

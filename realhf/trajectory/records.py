@@ -50,7 +50,7 @@ FLOATS = ("scores", *FLOAT_ROWS, "distill_logprobs")
 FREE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides", "images")
 """Fields with arbitrary JSON."""
 N_STOCK_FIELDS = 14
-"""Number of fields of the original server."""
+"""Number of fields that the original server knows."""
 PayloadRef: TypeAlias = int | bytes
 """Location of a group's bytes: the bytes themselves (memory store), or a number that the store
 interprets."""
@@ -94,7 +94,7 @@ class Payload(msgspec.Struct, frozen=True, array_like=True, gc=False):
     encoding: Encoding
     """Encoding of the bytes."""
     present: int
-    """Bit i is set if FIELDS[i] is a key."""
+    """Bit mask of the fields: bit i is set if the payload contains FIELDS[i]."""
     crc: int
     """CRC-32 of the bytes."""
 
@@ -137,15 +137,15 @@ class EnvRecord(msgspec.Struct, frozen=True, array_like=True):
     env_id: int
     """Number of the environment."""
     desired_name: str
-    """Name that it asked for."""
+    """Name that the environment asked for."""
     name: str
-    """Unique name that it got."""
+    """Unique name that the server assigned."""
     max_token_length: int
     """Longest sequence in tokens."""
     weight: float
     """Weight in batches, relative to other environments."""
     group_size: int
-    """Sequences of a regular group."""
+    """Number of sequences in a regular group."""
     min_batch_allocation: float | None
     """Smallest share of every batch; None for no minimum."""
     connected: bool
@@ -232,7 +232,7 @@ class RunRecord(msgspec.Struct, frozen=True, array_like=True):
     max_token_len: int = -1
     """Longest sequence in tokens; -1 without a trainer."""
     checkpoint_dir: str = ""
-    """Checkpoint folder that environments are given."""
+    """Checkpoint folder that is passed on to environments."""
     save_checkpoint_interval: int = 0
     """Steps between checkpoints."""
     starting_step: int = 0
@@ -276,7 +276,7 @@ lease_id, lease_id, idempotency key."""
 
 
 def table_and_key(record: Record) -> tuple[str, int | str]:
-    """Return the table and the key of a record."""
+    """Return (table, key) of a record."""
     match record:
         case RunRecord():
             return "run", "run"

@@ -336,7 +336,8 @@ _CANCELLED_S = 1.0
 
 
 class CallFailed(Exception):
-    """Failure of an episode: a call raised, did not return in time, or returned an invalid value.
+    """Raised if an episode failed because a call raised an error, did not return in time, or
+    returned an invalid value.
 
     Args:
         what: Description in one sentence.

@@ -50,7 +50,7 @@ _MAX_TIMEOUT_S = 3600.0
 """Largest allowed ``timeout_s`` of a request."""
 _JSON = "application/json"
 _STATELESS_KILLED_WAIT_S = 1.0
-"""Seconds that a request may take beyond its ``timeout_s``, until its worker is killed."""
+"""Seconds after ``timeout_s`` for which a request waits until its killed command has ended."""
 
 
 class ResetRequest(BaseModel):
@@ -171,7 +171,7 @@ def _add_description(
 
     @app.get("/state")
     async def state() -> dict[str, Any]:
-        """A stateless server has no episode of this client: the state before a reset."""
+        """Return the state before a reset, because stateless requests leave no episode open."""
         return served.blank_state()
 
     @app.get("/metrics")

@@ -44,17 +44,17 @@ class Refused(TrajectoryError):
 
 
 class Denied(Refused):
-    """The token is missing, wrong, or lacks the role that the request needs (401, 403)."""
+    """Raised if the token is missing, wrong, or lacks the role that the request needs (401, 403)."""
 
 
 class StaleEpoch(Refused):
-    """The run for which this client registered has ended (409); register again for the current
-    one."""
+    """Raised if the run for which this client registered has ended (409). The client must register
+    again for the current run."""
 
 
 class LeaseLost(Refused):
-    """The lease is unknown (404), or has ended: given to another trainer, or already acknowledged
-    (409)."""
+    """Raised if the lease is unknown (404), or has ended (409) because the batch was given to
+    another trainer or is already acknowledged."""
 
 
 class NotRegistered(TrajectoryError):

@@ -48,8 +48,8 @@ _LOG_EVERY_S = 10.0
 
 
 class AsyncTrajectoryClient:
-    """Producer, trainer, or both, on one event loop. Use it as a context manager, or call
-    ``close``.
+    """Asynchronous client of a producer, a trainer, or both, for one event loop. Use it as a
+    context manager, or call ``close``.
 
     Args:
         url: address of the server.

@@ -138,10 +138,11 @@ def error_body(refusal: Refusal) -> dict[str, Any]:
 
 
 def guard_rules(config: TrajectoryConfig) -> GuardRules:
-    """Return which requests are served.
+    """Return the rules by which requests are served.
 
-    With tokens, the token alone decides: pages of other sites do not know it. Without tokens, only
-    this machine is served (unless ``insecure``), and pages of other sites may read numbers only.
+    With tokens, the token alone decides, because pages of other sites do not know it. Without
+    tokens, only clients on this machine are served (unless ``insecure`` is set), and pages of other
+    sites may read ``READ_PATHS`` only.
     """
     roles = TokenTable([
         (config.secret("token"), Role.PRODUCER | Role.TRAINER),

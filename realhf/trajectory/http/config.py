@@ -96,7 +96,7 @@ class TrajectoryConfig(StateOptions, ServerSettings):
 
     @property
     def asks_for_token(self) -> bool:
-        """Whether clients need a token, or ``insecure`` says that the server goes without."""
+        """Whether clients need a token, or ``insecure`` allows the server to run without one."""
         return self.insecure or self.has_tokens
 
     @property
@@ -127,11 +127,11 @@ class TrajectoryConfig(StateOptions, ServerSettings):
 
     @property
     def resets(self) -> str:
-        """Who may reset: open, token or off."""
+        """Who may reset the run: ``open`` (anyone), ``token`` (the administrator), ``off`` (nobody)."""
         return self.reset_policy or ("token" if self.has_tokens else "open")
 
 
 def _state_home() -> Path:
-    """Return the folder in which programs of this user keep files that survive them."""
+    """Return the folder for persistent files of this user's programs."""
     given = Path(os.environ.get("XDG_STATE_HOME", ""))
     return given if given.is_absolute() else Path.home() / ".local" / "state"

@@ -61,12 +61,12 @@ def router(service: TrajectoryService) -> APIRouter:
         limit: Annotated[int, Query(ge=0, le=10_000)] = 100,
         after: Annotated[int | None, Query(ge=-1)] = None,
     ) -> Response:
-        """List groups that can never be served, with reasons; pages by id."""
+        """List groups in quarantine, with reasons. ``after`` is the last id of the previous page."""
         return answer(await engine.read(views.quarantine, limit, after))
 
     @routes.post("/quarantine/requeue")
     async def requeue(request: Requeue) -> Response:
-        """Move groups back to the tail of the queue if they fit now."""
+        """Move groups from quarantine to the tail of the queue if they can be served now."""
         return answer(await engine.write(quarantine.requeue, request.ids))
 
     @routes.delete("/quarantine")

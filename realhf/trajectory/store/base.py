@@ -69,12 +69,12 @@ def empty_snapshot() -> Snapshot:
 
 
 class TrajectoryStore(ABC):
-    """Rows and payloads on one medium. The descriptions here apply to a store that is used by one
-    server.
+    """Rows and payloads on one storage medium. The method descriptions here apply to a store that
+    is used by one server.
 
-    Every method is called on the event loop and does its slow work elsewhere. ``shared``: other
-    processes may write too, so the engine wraps each round in ``begin`` and ``commit`` or
-    ``abandon``.
+    Every method is called on the event loop and must do slow work in another thread or process. If
+    ``shared`` is true, other processes may write too, so the engine wraps each round in ``begin``
+    and ``commit`` or ``abandon``.
     """
 
     shared = False

@@ -363,9 +363,9 @@ class RedisStore(TrajectoryStore):
     def _parse_log(
         self, at: Sequence[bytes], version: bytes, last: bytes, by: bytes, entries: Sequence[Any]
     ) -> list[Changes]:
-        """Return the changes of the log entries after the last known commit. Raises StateLost if
-        some are missing, or if Redis lost commits and others took their numbers. ``by``: the token
-        of the last known commit."""
+        """Return the changes in the log entries after the last known commit. Raises StateLost if
+        entries are missing, or if Redis lost commits and other servers reused their numbers.
+        ``by``: the token that the log has for the last known commit."""
         self._now = max(self._now, int(at[0]) + int(at[1]) / 1e6)
         if self._version and by != self._last:
             raise StateLost(

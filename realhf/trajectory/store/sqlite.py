@@ -288,7 +288,7 @@ class SqliteStore(TrajectoryStore):
         return stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize
 
     def _take_ballast(self, nbytes: int) -> None:
-        """Reserve space with which a full disk can be drained."""
+        """Create the ballast file, whose space is used to drain a full disk."""
         try:
             with self._ballast.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
@@ -304,7 +304,7 @@ class SqliteStore(TrajectoryStore):
                 self._ballast.unlink(missing_ok=True)
 
     def _make_room(self) -> bool:
-        """Delete everything that is held in reserve; return whether there was anything."""
+        """Delete the ballast and the spare files; return whether that freed anything."""
         had_ballast = self._ballast.exists()
         self._has_ballast = False
         self._ballast.unlink(missing_ok=True)

@@ -32,7 +32,7 @@ _RETRY_S = 1.0
 
 @dataclass(frozen=True)
 class StreamRun:
-    """Description of a run for the server."""
+    """Data with which the trainer registers its run at the server."""
 
     group: str
     """Group of the run; part of its name."""
@@ -79,7 +79,7 @@ class TrajectoryDataset:
 
     @property
     def lease_ids(self) -> list[str]:
-        """Held leases, oldest first."""
+        """Ids of the leases that are held, oldest first."""
         return list(self._renewals)
 
     def next(
@@ -118,8 +118,8 @@ class TrajectoryDataset:
         return converted.sample, stats
 
     def acknowledge(self, leases: Sequence[str]) -> None:
-        """Acknowledge batches that are no longer needed. Acknowledgements that fail are retried
-        with the next call."""
+        """Acknowledge batches that are no longer needed. An acknowledgement that fails is retried
+        at the next call."""
         for lease_id in [lease for lease in self._renewals if lease in leases]:
             try:
                 self._client.ack(lease_id)

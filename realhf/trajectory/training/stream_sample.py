@@ -28,7 +28,7 @@ MAX_SCORE = 1e18
 """Largest score whose square is finite in fp32, in which advantages are computed."""
 VALID = 0
 FILTERED = 2
-"""Codes of the key ``outcome``."""
+"""Values of the key ``outcome`` in a sample."""
 
 Rescore = Callable[[SequenceSample], "Tensor"]
 """Function that returns log-probabilities f32 (sum of L-1,) of a sample under the current weights.
@@ -54,15 +54,15 @@ class SequenceRow:
     outcome: int = VALID
     """VALID or FILTERED."""
     rollout: int = 0
-    """Number of its rollout in the group."""
+    """Index of the sequence's rollout within the group."""
 
 
 @dataclass(frozen=True)
 class RowLimits:
-    """Limits of the model and of the algorithm."""
+    """Limits that the model and the algorithm set for sequences and groups."""
 
     vocab_size: int
-    """Token ids must be smaller."""
+    """Size of the vocabulary; token ids must be smaller."""
     max_tokens: int
     """Longest sequence in tokens."""
     min_group_size: int
@@ -83,7 +83,7 @@ class Converted:
     problems: Mapping[str, int]
     """Number of sequences left out, by reason."""
     rescored: int
-    """Number of sequences scored with the current weights."""
+    """Number of sequences whose log-probabilities were computed with the current weights."""
 
 
 def groups_to_sample(
@@ -144,7 +144,7 @@ def _build_rows(
 
 
 def _number_rollouts(group: Mapping[str, Any]) -> list[int]:
-    """Return the number of each sequence's rollout in the group."""
+    """Return, for each sequence, the index of its rollout within the group."""
     named = [
         (_entry(group, "overrides", index) or {}).get("rollout")
         for index in range(len(group["tokens"]))
