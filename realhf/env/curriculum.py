@@ -79,7 +79,7 @@ class TemplateRecord:
     interval: int = 0
     """Episodes between two re-tests of the spaced repetition; 0 before graduation."""
     reference: int = 0
-    """Episode from which ``interval`` counts."""
+    """Number of the episode from which ``interval`` counts."""
     failures: int = 0
     """Number of groups without a valid rollout."""
 

@@ -47,7 +47,7 @@ class StepResult:
     observation: dict[str, Any]
     """The observation as a JSON object."""
     reward: float | None
-    """Reward of the step, if any."""
+    """Reward of the step; None if there is none."""
     done: bool
     """Whether the episode has ended."""
 

@@ -106,7 +106,7 @@ class TypedLine:
     text: str = ""
     """Text of a message."""
     name: str = ""
-    """Tool of a call."""
+    """Name of the tool in a call."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of a call."""
 
@@ -483,7 +483,7 @@ Play an environment by hand: you are the policy. Without a terminal, lines are r
 {HELP_TEXT}"""
 """Shown by ``--help``."""
 _MAX_SEED = 1 << 31
-"""Bound of drawn seeds."""
+"""Exclusive upper bound of randomly drawn seeds."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -199,9 +199,10 @@ class CountdownVerdict:
     """Verdict on a completion."""
 
     valid: bool
-    """Whether it is valid arithmetic on the given numbers, with at least one operation."""
+    """Whether the completion is valid arithmetic on the given numbers, with at least one
+    operation."""
     solved: bool
-    """Whether it also reaches the target."""
+    """Whether the completion is valid and reaches the target."""
     problem: str = ""
     """Why the task is not solved, in a sentence."""
 

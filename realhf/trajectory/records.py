@@ -48,7 +48,7 @@ FLOAT_ROWS = ("advantages", "ref_logprobs", "inference_logprobs")
 FLOATS = ("scores", *FLOAT_ROWS, "distill_logprobs")
 """Fields whose numbers are all floats on the wire, even if they were pushed as integers."""
 FREE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides", "images")
-"""Fields with arbitrary JSON."""
+"""Fields that may hold any JSON value."""
 N_STOCK_FIELDS = 14
 """Number of fields that the original server knows."""
 PayloadRef: TypeAlias = int | bytes
@@ -62,7 +62,7 @@ class GroupPlace(IntEnum):
     """Location of a group. Every stored group is in exactly one place."""
 
     QUEUE = 0
-    """Ready for a batch."""
+    """In the queue, ready to be packed into a batch."""
     BUFFER = 1
     """In the mix buffer of its environment, waiting for other groups."""
     LEASED = 2
@@ -103,21 +103,21 @@ class GroupRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One stored group."""
 
     id: int
-    """Unique number."""
+    """Unique number of the group."""
     order: int
     """Position within its place; every move to a place gets a higher number."""
     place: GroupPlace
-    """Current location."""
+    """Current location of the group."""
     env_id: int | None
     """Environment that pushed it; None if unknown."""
     size: int
     """Number of sequences."""
     payload: Payload
-    """Description of its bytes."""
+    """Description of the group's bytes."""
     policy_version: int
-    """Version of the weights that sampled it."""
+    """Version of the weights with which the group was sampled."""
     arrived_at: float
-    """Arrival in seconds since 1970."""
+    """Time of arrival, in seconds since 1970."""
     bundle: tuple[int, int] | None = None
     """(order of the first member, number of members) of a set of groups that must be delivered
     together; None for a group that is delivered on its own. The members have consecutive orders."""
@@ -135,13 +135,13 @@ class EnvRecord(msgspec.Struct, frozen=True, array_like=True):
     """One registered environment (rollout handler)."""
 
     env_id: int
-    """Number of the environment."""
+    """Id of the environment, a number."""
     desired_name: str
     """Name that the environment asked for."""
     name: str
     """Unique name that the server assigned."""
     max_token_length: int
-    """Longest sequence in tokens."""
+    """Maximum length of a sequence, in tokens."""
     weight: float
     """Weight in batches, relative to other environments."""
     group_size: int
@@ -149,11 +149,11 @@ class EnvRecord(msgspec.Struct, frozen=True, array_like=True):
     min_batch_allocation: float | None
     """Smallest share of every batch; None for no minimum."""
     connected: bool
-    """False after it disconnected."""
+    """False once the environment has disconnected."""
     last_seen: float
-    """Last heartbeat in seconds since 1970."""
+    """Time of the last heartbeat, in seconds since 1970."""
     served: int = 0
-    """Sequences delivered so far."""
+    """Number of the environment's sequences that were delivered so far."""
     virtual_time: float = 0.0
     """Served sequences divided by share: the clock of weighted filling
     (docs/reference/trajectory.md 3.6)."""
@@ -165,15 +165,15 @@ class LeaseRecord(msgspec.Struct, frozen=True, array_like=True):
     lease_id: str
     """Unique id of the lease."""
     owner: str
-    """Identity of the trainer."""
+    """Name of the trainer that holds the batch."""
     step: int
     """Step of the batch."""
     groups: tuple[int, ...]
     """Group ids in the order of delivery."""
     created_at: float
-    """Creation in seconds since 1970."""
+    """Time of creation, in seconds since 1970."""
     expires_at: float
-    """Expiry in seconds since 1970."""
+    """Time of expiry, in seconds since 1970."""
     sent: bool = False
     """Whether the whole response was sent on a live connection."""
     returned: bool = False
@@ -195,7 +195,7 @@ class ClosedLease(msgspec.Struct, frozen=True, array_like=True):
     outcome: str
     """``acked`` or ``superseded`` (delivered again under another lease)."""
     closed_at: float
-    """End in seconds since 1970."""
+    """Time at which the lease ended, in seconds since 1970."""
 
 
 class StoredReply(msgspec.Struct, frozen=True, array_like=True):
@@ -211,7 +211,7 @@ class StoredReply(msgspec.Struct, frozen=True, array_like=True):
     headers: dict[str, str]
     """Headers of the answer."""
     stored_at: float
-    """Time in seconds since 1970."""
+    """Time at which the answer was stored, in seconds since 1970."""
 
 
 class RunRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -224,9 +224,9 @@ class RunRecord(msgspec.Struct, frozen=True, array_like=True):
     started: bool = False
     """Whether a trainer has pulled since the registration."""
     wandb_group: str | None = None
-    """Group of the run."""
+    """Group name of the run, as the trainer registered it."""
     wandb_project: str | None = None
-    """Project of the run."""
+    """Project name of the run, as the trainer registered it."""
     batch_size: int = -1
     """Sequences of a batch; -1 without a trainer."""
     max_token_len: int = -1
@@ -234,11 +234,11 @@ class RunRecord(msgspec.Struct, frozen=True, array_like=True):
     checkpoint_dir: str = ""
     """Checkpoint folder that is passed on to environments."""
     save_checkpoint_interval: int = 0
-    """Steps between checkpoints."""
+    """Number of steps between two checkpoints."""
     starting_step: int = 0
     """First step of the run."""
     num_steps: int = 0
-    """Number of steps."""
+    """Number of steps of the run."""
     step: int = 0
     """Number of batches delivered."""
     max_staleness: int | None = None
@@ -254,7 +254,7 @@ class RunRecord(msgspec.Struct, frozen=True, array_like=True):
     clock: float = 0.0
     """Virtual time of the pack that was served last."""
     quarantine_dropped: int = 0
-    """Groups dropped from quarantine."""
+    """Number of groups dropped from quarantine."""
 
     @property
     def current_version(self) -> int:
@@ -293,7 +293,7 @@ def table_and_key(record: Record) -> tuple[str, int | str]:
 
 
 class Incoming(msgspec.Struct, frozen=True):
-    """A validated group that was pushed."""
+    """A group that was pushed and validated but is not stored yet."""
 
     data: bytes
     """Canonical bytes, see ``Payload``."""

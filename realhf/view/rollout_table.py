@@ -200,7 +200,7 @@ class _SearchedFields(msgspec.Struct):
     task: Any = ""
     """Payload of the task."""
     status: Any = ""
-    """Status of the rollout; of a failure."""
+    """Status of the rollout, or of its failure."""
     message: Any = ""
     """Message of a failure."""
     messages: list[Any] = []

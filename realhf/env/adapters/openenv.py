@@ -139,9 +139,9 @@ class ServerDescription(NamedTuple):
     url: str
     """Address of the server."""
     action: Any
-    """JSON schema of its action."""
+    """JSON schema of the server's action."""
     metadata: Mapping[str, Any]
-    """Content of its page ``/metadata``."""
+    """Content of the server's page ``/metadata``."""
 
     @property
     def sessions(self) -> int:

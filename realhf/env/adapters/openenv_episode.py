@@ -224,7 +224,7 @@ class _Answers:
     message: AssistantMessage
     """The policy's turn."""
     messages: list[ChatMessage] = field(default_factory=list)
-    """Answers so far."""
+    """Messages that answer the calls executed so far."""
     reward: float | None = None
     """Reward of the calls so far; None if there was none."""
 

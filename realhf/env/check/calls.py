@@ -225,7 +225,7 @@ class Block(NamedTuple):
     where: str
     """Location in the environment's code, in the format of ``UserCode.format_location``."""
     seconds: float
-    """Duration without garbage collection."""
+    """Duration of the callback in seconds, without garbage collection."""
 
 
 class LoopWatchdog:

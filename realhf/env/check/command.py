@@ -49,7 +49,7 @@ from realhf.env.loader.load import parse_options
 from realhf.registry import environments
 
 _NAME_WIDTH = 16
-"""Width of the column of names of checks."""
+"""Width, in characters, of the column with the names of checks."""
 _ADVICE_ON_PASSPORT = "Describe under `view` what an episode leaves"
 _STYLES = {FAULT: "red", READ: "yellow", SKIPPED: "yellow"}
 

@@ -29,7 +29,7 @@ class WrongMessage(NamedTuple):
     """A message and its description for display, such as ``an empty message``."""
 
     name: str
-    """Description."""
+    """Description of the message, for display."""
     message: AssistantMessage
     """The parsed message."""
 

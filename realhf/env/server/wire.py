@@ -68,7 +68,7 @@ class WireError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class WireRequest:
-    """A checked request."""
+    """A request whose format and data have been checked."""
 
     kind: str
     """reset, step, state, mcp or close."""

@@ -95,7 +95,7 @@ class FilesCall:
     tool: str
     """Name of the tool."""
     arguments: Mapping[str, str]
-    """Its arguments."""
+    """Arguments of the call, by name."""
 
 
 @dataclass(frozen=True)

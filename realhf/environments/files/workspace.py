@@ -17,11 +17,11 @@ from typing import Any
 
 MAX_FILES = 200
 MAX_CHARACTERS = 8_000
-"""Most characters of one argument, and thus of one file."""
+"""Maximum number of characters of one argument, and thus of one file."""
 MAX_TOTAL_CHARACTERS = 64_000
 MAX_PATH_CHARS = 120
 MAX_DEPTH = 8
-"""Most parts of a path."""
+"""Maximum number of parts of a path."""
 MAX_SHOWN_LINES = 40
 MAX_SHOWN_LINE_CHARS = 200
 

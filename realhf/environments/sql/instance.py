@@ -236,20 +236,20 @@ class SqlScene:
     table: str
     """Name of the main table."""
     text: str
-    """Name of its text column."""
+    """Name of the main table's text column."""
     number: str
-    """Name of its number column."""
+    """Name of the main table's number column."""
     rows: tuple[MainRow, ...]
-    """Its rows."""
+    """Rows of the main table."""
     target: MainRow
     """The row that the task is about; another row's name differs from its name only in the last
     word."""
     other: MainRow
-    """Another row."""
+    """Another row of the main table, for templates that need two."""
 
     @property
     def main(self) -> SqlTable:
-        """The main table."""
+        """The main table with its rows."""
         return self.table_of(self.table, self.rows)
 
     def table_of(self, name: str, rows: Sequence[MainRow]) -> SqlTable:

@@ -133,7 +133,7 @@ class EnvRegistration:
     """Result of registering an environment."""
 
     env_id: int
-    """Number of the environment."""
+    """Id of the environment, a number."""
     wandb_name: str
     """Unique name of the environment."""
     checkpoint_dir: str
@@ -141,7 +141,7 @@ class EnvRegistration:
     checkpoint_interval: int
     """Steps between checkpoints."""
     starting_step: int
-    """Current step at the registration."""
+    """Step of the run at the time of registration."""
     num_steps: int
     """Number of steps of the run."""
     batch_size: int
@@ -159,7 +159,7 @@ class EnvStatus:
     """Answer of ``/status-env``; queue sizes in units of this environment's groups."""
 
     current_step: int
-    """Current step."""
+    """Current step of the run."""
     queue_size: int
     """Queued groups of all environments."""
     self_queue_size: int
@@ -169,7 +169,7 @@ class EnvStatus:
     unallocated_fraction: float
     """Fraction of a batch that is not reserved by minimum allocations."""
     env_weight: float
-    """Share of this environment."""
+    """Share of this environment in batches."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class PushReceipt:
     """Confirmation that the server stored the groups."""
 
     groups: int
-    """Number of groups."""
+    """Number of groups that were pushed."""
     buffered: int
     """Number of groups that wait for others in the mix buffer."""
     quarantined: tuple[str, ...]
@@ -201,7 +201,7 @@ class Batch:
     max_version: int
     """Newest policy version in the batch."""
     redelivered: bool
-    """Whether it was delivered before."""
+    """Whether the batch was delivered before."""
 
     @property
     def n_sequences(self) -> int:

@@ -31,7 +31,7 @@ class FairShare:
     clock: float
     """Virtual time of the account that was served last."""
     default_share: float
-    """Share of the account None."""
+    """Share of the common account of environments without a share (key None)."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Ledger:
     """Virtual times and served sequences per account while one batch is being formed."""
 
     fair: FairShare
-    """Shares and times before this batch."""
+    """Shares and virtual times before this batch."""
     clock: float = field(init=False)
     """Virtual time of the account that was served last."""
     times: dict[int | None, float] = field(default_factory=dict)
@@ -70,12 +70,12 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Selected:
-    """A selected batch."""
+    """Result of a selection that formed a batch."""
 
     groups: list[GroupRecord]
     """Groups in the order of delivery."""
     ledger: Ledger
-    """Accounts after this batch."""
+    """Virtual times and served sequences after this batch."""
 
 
 @dataclass(frozen=True)
@@ -311,9 +311,9 @@ class _Attempt:
     """One attempt to form a batch from units of a given set of sizes."""
 
     batch_size: int
-    """Sequences of the batch."""
+    """Number of sequences in the batch."""
     ledger: Ledger
-    """Accounts of this attempt."""
+    """Virtual times and served sequences of this attempt."""
     lanes: Lanes
     """Units by environment and size; they are removed when they are chosen."""
     selected: list[Pack] = field(default_factory=list)

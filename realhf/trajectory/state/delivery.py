@@ -46,7 +46,7 @@ class PullRequest:
     anonymous: bool = True
     """Whether the trainer sent no name."""
     ack: str | None = None
-    """Lease to acknowledge first."""
+    """Id of a lease to acknowledge before the pull."""
     explicit: bool = False
     """Whether only explicit acks end the new lease."""
 
@@ -62,7 +62,7 @@ class LeasedBatch:
     groups: list[GroupRecord]
     """Groups in the order of delivery."""
     attempt: int
-    """Number of previous deliveries."""
+    """Number of earlier attempts to deliver the batch."""
     epoch: int
     """Epoch of the run."""
 

@@ -51,7 +51,7 @@ class _PendingCommand:
     args: tuple[Any, ...]
     """Arguments of the function after ``now``."""
     changes_state: bool
-    """Whether it may change the state."""
+    """Whether the command may change the state."""
     repeated: bool = False
     """Whether it is run again after a failure, until its changes are durable."""
     answer: asyncio.Future[Any] = field(

@@ -29,7 +29,7 @@ _TRAINER_FIELDS = ("max_token_len", "checkpoint_dir", "save_checkpoint_interval"
 """Fields of a registration that a restarted trainer may change."""
 logger = logging.getLogger(__name__)
 Answer = tuple[dict[str, Any], dict[str, str]]
-"""Body and headers of a response."""
+"""(body, headers) of a response."""
 
 
 def register(

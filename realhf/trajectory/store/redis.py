@@ -130,7 +130,7 @@ class LogEntry(msgspec.Struct, array_like=True):
     """One commit in the log of changes."""
 
     cleared: bool
-    """Whether all tables were emptied first."""
+    """Whether all tables were emptied before the rows were written."""
     rows: list[tuple[str, Key, bytes | None]]
     """(table, key, encoded record or None for a deleted row)."""
 
@@ -169,7 +169,7 @@ class RedisStore(TrajectoryStore):
         self._decoders = {table: msgspec.msgpack.Decoder(kind) for table, kind in TABLES.items()}
 
     async def open(self) -> Snapshot:
-        """Read everything."""
+        """Return everything that was committed."""
         return await self.reload()
 
     async def reload(self) -> Snapshot:
@@ -271,7 +271,7 @@ class RedisStore(TrajectoryStore):
         return whole
 
     async def begin(self) -> list[Changes]:
-        """Take the lock with a new fencing token."""
+        """Take the lock with a new fencing token; return the changes since the last call."""
         deadline = process_clock.now() + LOCK_DEADLINE_S
         self._token = uuid.uuid4().hex.encode()
         while True:
@@ -289,7 +289,7 @@ class RedisStore(TrajectoryStore):
             await asyncio.sleep(random.uniform(0.0005, 0.003))
 
     async def follow(self) -> list[Changes]:
-        """Read the log."""
+        """Return the changes that the log contains since the last call."""
         return self._parse_log(*await self._run(_FOLLOW, self._version))
 
     async def abandon(self) -> None:

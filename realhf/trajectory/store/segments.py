@@ -55,7 +55,7 @@ class SegmentFile:
     path: Path
     """Path of the file."""
     size: int = 0
-    """Assigned bytes."""
+    """Number of bytes that are assigned to payloads."""
     taken: int = 0
     """Bytes that occupy disk space: the size without holes."""
     room: int = 0

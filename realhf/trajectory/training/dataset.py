@@ -39,11 +39,11 @@ class StreamRun:
     project: str
     """Project of the run; part of its name."""
     batch_size: int
-    """Sequences of a batch."""
+    """Number of sequences in a batch."""
     max_tokens: int
-    """Longest sequence in tokens."""
+    """Maximum length of a sequence, in tokens."""
     num_steps: int
-    """Number of steps."""
+    """Number of steps of the run."""
     max_staleness: int | None = None
     """Most policy versions that a group may lag; None: no bound."""
     fresh: bool = False

@@ -40,11 +40,11 @@ class TrajectoryStreamInterface:
     project: str
     """Project of the run; part of its name."""
     batch_size: int
-    """Sequences of a batch."""
+    """Number of sequences in a batch."""
     num_steps: int
     """Number of steps of the run."""
     max_tokens: int
-    """Longest sequence in tokens."""
+    """Maximum length of a sequence, in tokens."""
     min_group_size: int
     """A group with fewer valid sequences gets no gradient."""
     temperature: float

@@ -42,15 +42,15 @@ class SequenceRow:
     tokens: np.ndarray
     """Token ids, i64 [L]."""
     trained: np.ndarray
-    """Tokens with loss, bool [L]."""
+    """Whether each token contributes to the loss, bool [L]."""
     logprobs: np.ndarray | None
     """Log-probabilities of the producer, f32 [L]; None if it sent none."""
     score: float
     """Reward of the sequence."""
     truncated: bool
-    """Whether the sequence was cut."""
+    """Whether the producer marked the sequence as truncated."""
     version: int
-    """Policy version that sampled it."""
+    """Policy version with which the sequence was sampled."""
     outcome: int = VALID
     """VALID or FILTERED."""
     rollout: int = 0
@@ -64,7 +64,7 @@ class RowLimits:
     vocab_size: int
     """Size of the vocabulary; token ids must be smaller."""
     max_tokens: int
-    """Longest sequence in tokens."""
+    """Maximum length of a sequence, in tokens."""
     min_group_size: int
     """Valid rollouts that a group needs for a gradient."""
 

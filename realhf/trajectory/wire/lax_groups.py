@@ -20,7 +20,7 @@ from realhf.trajectory.wire.json_groups import complete_messages
 from realhf.web.refusal import Refusal
 
 MAX_ERRORS = 20
-"""Most errors that a 422 lists."""
+"""Maximum number of errors that a response with status 422 lists."""
 
 Loc = list[str | int]
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]

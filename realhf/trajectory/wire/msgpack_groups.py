@@ -43,7 +43,7 @@ class Tensor(msgspec.Struct, forbid_unknown_fields=True):
     lens: memoryview
     """Length of each row, uint32 little-endian."""
     data: memoryview
-    """The rows, concatenated."""
+    """Numbers of all rows, concatenated."""
 
     def lengths(self) -> np.ndarray:
         """Return the row lengths, uint32 (n,). Raises ValueError if the buffer's size is not a
@@ -78,7 +78,7 @@ class RowsDecoder:
 
 @cache
 def decoders() -> dict[str, RowsDecoder | msgspec.msgpack.Decoder[Any]]:
-    """Return one decoder per field."""
+    """Return the decoder of each field, by field name."""
     return {
         name: (RowsDecoder if name in (*INTEGER_ROWS, *FLOAT_ROWS) else msgspec.msgpack.Decoder)(
             form
