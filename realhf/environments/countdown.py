@@ -464,7 +464,7 @@ def miss_target(puzzle: Puzzle, rng: random.Random) -> str:
     alternatives = [
         step for step in list_operations(last.left, last.right) if step.value != puzzle.target
     ]
-    if not alternatives:  # 1 and 1, to 2: the only puzzle in which every other operation is idle
+    if not alternatives:  # 1 and 1, target 2: in this puzzle all other operations are trivial
         alternatives = [Step(last.left, "*", last.right, last.left * last.right)]
     return format_steps((*puzzle.solution[:-1], rng.choice(alternatives)))
 

@@ -187,7 +187,7 @@ def gunzip(body: bytes, max_bytes: int, take: Take = _count_nothing) -> bytes | 
                 pieces.add(part)
                 if pieces.size > max_bytes:
                     return None
-                step = _STEP  # the stated length was not all of it
+                step = _STEP  # the body is longer than stated
             fed = member.unused_data
             _check_members(members)
     except _BAD_GZIP as error:

@@ -137,7 +137,7 @@ class _ConnectionLimits:
             oldest = min(idle, key=lambda each: each.since, default=self)
             kind = type(self)
             kind.ended += 1
-            if kind.ended & (kind.ended - 1) == 0:  # 1, 2, 4, ...: strangers must not fill the log
+            if kind.ended & (kind.ended - 1) == 0:  # 1, 2, 4, ...: so strangers cannot fill the log
                 _log.warning(
                     "more than %d connections: %d without a whole request were ended",
                     max_connections,

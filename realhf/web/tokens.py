@@ -59,7 +59,7 @@ def encode_token(token: str) -> bytes:
     surrogate is encoded as such."""
     try:
         return token.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:  # a surrogate that stands for no byte
+    except UnicodeEncodeError:  # a surrogate that does not stand for a byte
         return token.encode("utf-8", "surrogatepass")
 
 

@@ -174,7 +174,7 @@ class Checker:
             task_sets.twins,
             self._choose_demonstrations(spec),
         )
-        # The watchdog supports this event loop, whichever one the environment's modules ask for.
+        # The watchdog needs this event loop, whichever one the environment's modules have set.
         with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
             runner.run(self._play_again(run) if self._order.again else self._play_checks(run))
 

@@ -566,7 +566,7 @@ class Mutation:
                 continue
             tried_scripts.add(change.value)
             mutant = await self._harness.follow(Case(script.task, change.value))
-            # Equal texts were played if the episode ended before the change.
+            # If an episode ends before the changed action, its texts equal those of an earlier play.
             if mutant is None or (*mutant.policy_texts,) in played_texts:
                 continue
             played_texts.add((*mutant.policy_texts,))

@@ -120,7 +120,7 @@ class CheckSupervisor:
                         return
                     if now >= self._silent_at:
                         # Events that arrived while this process was suspended have been read.
-                        # Output is no event, so it does not extend the deadline.
+                        # Output is not an event, so it does not extend the deadline.
                         break
             self._report_silence(process, dump, late=process_clock.now() >= limit)
         finally:

@@ -80,7 +80,7 @@ def _receive(channel: socket.socket, size: int, deadline: float) -> bytes:
         try:
             part = channel.recv(min(size, 1 << 20))
         except TimeoutError:
-            continue  # the deadline is checked above; it may not be over
+            continue  # the deadline is checked above, and may not have passed
         except OSError as error:
             raise BadFrame(str(error)) from None
         if not part:

@@ -88,7 +88,7 @@ def route_path(scope: Scope) -> str:
 
 def needed_roles(method: str, path: str) -> Role | None:
     """Return the roles of which a client needs at least one; None for an unknown path."""
-    path = path.rstrip("/") or "/"  # with a slash it is redirected
+    path = path.rstrip("/") or "/"  # a final slash is redirected
     if path in OPEN_PATHS:
         return Role.ANY
     if path == "/quarantine" and method == "DELETE":

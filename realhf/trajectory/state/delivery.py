@@ -165,9 +165,7 @@ def isolate_lost(
     for group in [state.groups[key] for key in lease.groups]:
         if group.payload.ref in lost:
             isolate(state, group, PAYLOAD_LOST)
-        elif reason := unservable_reason(
-            state, group.size
-        ):  # it was one of a set that is broken up
+        elif reason := unservable_reason(state, group.size):  # its bundle has been dissolved
             isolate(state, group, reason)
         else:
             state.put(

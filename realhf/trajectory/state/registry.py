@@ -161,7 +161,7 @@ def register_env(state: TrajectoryState, now: float, request: Mapping[str, Any])
     env_id = max(state.envs, default=-1) + 1
     requested = request["desired_name"]
     names = [env.name for env in state.envs.values() if env.desired_name == requested]
-    # The number follows that of the newest name, because older ones may have expired.
+    # Count on from the newest environment of this name, because older ones may have expired.
     name = f"{requested}_{int(names[-1].rpartition('_')[2]) + 1 if names else 0}"
     env = EnvRecord(
         env_id,

@@ -118,7 +118,7 @@ class Segments:
         for path in (*(() if keep_unused else gone), *self._folder.glob("*.spare")):
             path.unlink(missing_ok=True)
         for file in self._files.values():
-            try:  # now, while there are descriptors: a read should not need one
+            try:  # now, while descriptors are available; a read should need none
                 file.handle = _Handle(file.path)
             except OSError as error:
                 logger.error("%s cannot be opened now, and is left as it is: %s", file.path, error)
@@ -217,7 +217,7 @@ class Segments:
         if file is None:
             return b""
         handle = file.handle
-        if handle is None:  # it could not be opened at the start, or goes at this moment
+        if handle is None:  # it could not be opened at the start, or is being deleted
             try:
                 file.handle = handle = _Handle(file.path)
             except FileNotFoundError:

@@ -343,7 +343,7 @@ class SqliteStore(TrajectoryStore):
                 database.execute(f'CREATE TABLE IF NOT EXISTS "{table}" {columns}')
                 rows = database.execute(
                     f'SELECT key, row FROM "{table}"'
-                ).fetchall()  # of format 0, if there are any
+                ).fetchall()  # rows of format 0, if there are any
                 sealed = [(_seal(table, key, row), key) for key, row in rows]
                 database.executemany(f'UPDATE "{table}" SET row = ? WHERE key = ?', sealed)
             database.execute(

@@ -213,7 +213,7 @@ class Offload:
             return await self._attempt(function, *args)
         except (BrokenProcessPool, TimeoutError) as error:
             raise _parser_failure("it died") from error
-        except OSError as error:  # no descriptor or memory for it at present
+        except OSError as error:  # no descriptor or memory is available now
             raise _parser_failure(str(error)) from error
 
     async def close(self) -> None:
