@@ -437,7 +437,7 @@ class PriorityRule:
     mastery_rate: float = 0.7
     """Minimum success rate to graduate and to pass a re-test."""
     first_interval: int = 3
-    """Episodes until the first re-test, and after a failed one."""
+    """Number of episodes until the first re-test, and until the next one after a failed re-test."""
     longest_interval: int = 48
     """Maximum number of episodes between re-tests; each passed re-test doubles the interval."""
     recent_episodes: int = 2
@@ -520,7 +520,7 @@ class PriorityCurriculum(Curriculum[T]):
         return decayed_rate(self._records[template_id].results, self.rule.decay)
 
     def priority(self, template_id: Any) -> float:
-        """Return the score of a template by docs/reference/environment.md 8."""
+        """Return the score of a template according to docs/reference/environment.md 8."""
         record = self._records[template_id]
         rule = self.rule
         if not record.attempts:

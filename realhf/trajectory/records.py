@@ -105,7 +105,7 @@ class GroupRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     id: int
     """Unique number of the group."""
     order: int
-    """Position within its place; every move to a place gets a higher number."""
+    """Position within its place. Every move to a place gives a group a higher number there."""
     place: GroupPlace
     """Current location of the group."""
     env_id: int | None
@@ -155,7 +155,7 @@ class EnvRecord(msgspec.Struct, frozen=True, array_like=True):
     served: int = 0
     """Number of the environment's sequences that were delivered so far."""
     virtual_time: float = 0.0
-    """Served sequences divided by share: the clock of weighted filling
+    """Number of served sequences divided by share; the clock of weighted filling
     (docs/reference/trajectory.md 3.6)."""
 
 
@@ -177,7 +177,7 @@ class LeaseRecord(msgspec.Struct, frozen=True, array_like=True):
     sent: bool = False
     """Whether the whole response was sent on a live connection."""
     returned: bool = False
-    """Whether the batch was given back or never sent; it is then delivered before new ones."""
+    """Whether the batch was given back or never sent. Such a batch is delivered before new ones."""
     mode: str = "implicit"
     """Event that ends the lease: ``implicit`` (the owner's next pull), ``explicit`` (an ack only),
     ``on_sent`` (the whole response was sent) or ``at_most_once`` (its creation; it is never
@@ -215,7 +215,7 @@ class StoredReply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RunRecord(msgspec.Struct, frozen=True, array_like=True):
-    """The registration of the run and its counters; one per state."""
+    """Registration of the run and its counters. A state has exactly one."""
 
     epoch: int = 0
     """Number of resets."""
@@ -228,9 +228,9 @@ class RunRecord(msgspec.Struct, frozen=True, array_like=True):
     wandb_project: str | None = None
     """Project name of the run, as the trainer registered it."""
     batch_size: int = -1
-    """Sequences of a batch; -1 without a trainer."""
+    """Number of sequences in a batch; -1 without a trainer."""
     max_token_len: int = -1
-    """Longest sequence in tokens; -1 without a trainer."""
+    """Maximum length of a sequence, in tokens; -1 without a trainer."""
     checkpoint_dir: str = ""
     """Checkpoint folder that is passed on to environments."""
     save_checkpoint_interval: int = 0
@@ -250,7 +250,7 @@ class RunRecord(msgspec.Struct, frozen=True, array_like=True):
     latest: GroupRecord | None = None
     """Last group that entered the queue; it stays readable after it was consumed."""
     other_time: float = 0.0
-    """Virtual time of groups without an environment (docs/reference/trajectory.md 3.6)."""
+    """Virtual time of groups whose environment is unknown (docs/reference/trajectory.md 3.6)."""
     clock: float = 0.0
     """Virtual time of the pack that was served last."""
     quarantine_dropped: int = 0
@@ -308,7 +308,7 @@ class Incoming(msgspec.Struct, frozen=True):
     env_id: int | None
     """Environment that pushed it; None if unknown."""
     policy_version: int | None
-    """Version of the weights; None is replaced by the current one."""
+    """Version of the weights; None if the producer sent none, and the current version is used."""
 
 
 STRICT_ROWS = (
@@ -430,6 +430,6 @@ class StateOptions(Settings):
 def invalid(
     loc: list[str | int], message: str, kind: str = "value_error", given: Any = None
 ) -> Refusal:
-    """Return a 422 in the format of the contract: ``{"detail": [{"type", "loc", "msg",
-    "input"}]}``."""
+    """Return a Refusal with status 422 in the original server's format: ``{"detail": [{"type",
+    "loc", "msg", "input"}]}``."""
     return Refusal(422, [{"type": kind, "loc": loc, "msg": message, "input": given}])

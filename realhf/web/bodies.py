@@ -32,7 +32,8 @@ started again in a thread."""
 GRACE_S = 30.0
 """Seconds that every body may take, whatever its size."""
 MIN_BYTES_PER_S = 16 << 10
-"""Rate at which a body earns more time than ``GRACE_S``."""
+"""A body may take ``GRACE_S`` seconds, plus the time that its bytes received so far take at this
+rate."""
 MAX_MEMBERS = 10_000
 """Largest number of members of a compressed stream, because each costs a new decoder and a copy of
 the slice in which it begins."""

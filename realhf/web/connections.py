@@ -96,7 +96,8 @@ class _ConnectionLimits:
     ended = 0
     """Number of idle connections of this class that were closed in favour of new ones."""
     since = 0
-    """When the connection began to wait for a request, in nanoseconds of the monotonic clock."""
+    """Time at which the connection began to wait for a request, in nanoseconds of the monotonic
+    clock."""
     timer: asyncio.TimerHandle | None = None
     """Timer for the request head; None while a request is served."""
     reading: asyncio.TimerHandle | None = None

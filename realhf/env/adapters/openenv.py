@@ -210,7 +210,7 @@ Clients = Sequence[Callable[[], OpenEnvClient]]
 def _build_action_player(
     server: ServerDescription, options: OpenEnvOptions
 ) -> Callable[[Clients], Environment]:
-    """Return the function that makes the environment for a server with an action schema of its own.
+    """Return the function that makes the environment for a server with its own action schema.
     Raises ValueError for options that do not fit the action."""
     try:
         form = build_form(server.action, options.action, options.action_field)
@@ -226,8 +226,9 @@ def _build_action_player(
 
 
 def _build_message_player(options: OpenEnvOptions) -> Callable[[Clients], Environment]:
-    """Return the function that makes the environment for a server of messages. Raises ValueError
-    for options that have no effect, because such a server decides these things itself."""
+    """Return the function that makes the environment for a server that takes chat messages. Raises
+    ValueError for options that have no effect, because such a server decides these things
+    itself."""
     option_names = (
         "action",
         "action_field",

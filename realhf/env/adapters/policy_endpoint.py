@@ -83,7 +83,7 @@ class ModelConversation:
             self._waiting.discard(call.answer)
 
     def end(self) -> None:
-        """Answer all waiting calls with an error: the episode is over."""
+        """Answer all waiting calls with an error that says that the episode is over."""
         for answer in self._waiting:
             if not answer.done():
                 answer.set_exception(Unplayable("the episode is over"))
@@ -317,5 +317,5 @@ def _body_length(headers: Mapping[str, str]) -> int:
 
 
 def _error(message: str) -> dict[str, Any]:
-    """Return an error in the form of the chat API."""
+    """Return an error in the format of the chat API."""
     return {"error": {"message": message, "type": "invalid_request_error"}}

@@ -412,8 +412,8 @@ def build_tool_class(kind: type[Any]) -> EnvironmentDefinition:
 
 
 def read_class(kind: type[Any]) -> ToolClass:
-    """Inspect the methods of a class. Raises ValueError as ``build_tool_class`` does, and for a
-    ``user_reply`` with a wrong signature."""
+    """Inspect the methods of a class. Raises the errors of ``build_tool_class``, and ValueError for
+    a ``user_reply`` with a wrong signature."""
     tools = collect_tools(kind)
     try:
         inspect.signature(kind.get_reward).bind(None)

@@ -266,7 +266,7 @@ class FilesWorkspace:
 
 
 def _build_tree(files: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Return the files of a row as a dict. Raises ValueError for paths or texts that the tools
+    """Return the files in a row as a dict. Raises ValueError for paths or texts that the tools
     could not have produced."""
     workspace = FilesWorkspace()
     for file in files:

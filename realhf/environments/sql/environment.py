@@ -80,8 +80,8 @@ def row_text(row: Iterable[Any]) -> str:
 
 
 def shorten(text: str, most_chars: int) -> str:
-    """Return the text, or its beginning and dots if it is longer than ``most_chars`` (at least
-    3)."""
+    """Return the text, or its beginning and dots if it is longer than ``most_chars``, which must be
+    at least 3."""
     return text if len(text) <= most_chars else f"{text[: most_chars - 3]}..."
 
 
@@ -96,7 +96,7 @@ def _value_text(value: Any) -> str:
 
 
 def _printable(characters: Iterable[str]) -> str:
-    """Return the text with a space for every unprintable character, so that a row stays one
+    """Return the text with every unprintable character replaced by a space, so that a row stays one
     line."""
     return "".join(character if character.isprintable() else " " for character in characters)
 

@@ -57,7 +57,7 @@ def encode_groups(
     compression: str,
     env_id: int | None = None,
 ) -> tuple[bytes, dict[str, str]]:
-    """Return body and headers of a push. ``env_id`` is added to groups without one. Raises
+    """Return (body, headers) of a push. ``env_id`` is added to groups without one. Raises
     BadGroup."""
     encode = _encode_binary if binary else _encode_json
     pieces = [encode(_check_group(group, env_id)) for group in groups]
@@ -232,8 +232,8 @@ def _tensor_rows(tensor: Mapping[str, Any]) -> list[np.ndarray]:
 def group_of(outcomes: Sequence[RolloutOutcome], **about: Any) -> Mapping[str, Any] | None:
     """Return a group of the valid episodes of one task; None if there are none.
 
-    A failed episode has no reward, so it is left out, and the group is smaller than the others.
-    ``about`` is added to ``group_overrides``.
+    A failed episode has no reward and is left out, so the group may have fewer sequences than
+    others. ``about`` is added to ``group_overrides``.
     """
     valid = [outcome for outcome in outcomes if outcome.valid]
     if not valid:

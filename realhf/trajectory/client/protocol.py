@@ -95,15 +95,16 @@ class Response:
 
 
 def retry_wait_s(attempt: int, response: Response) -> float:
-    """Return the back-off after the ``attempt``-th failure in a row: exponential, with jitter, at
-    least Retry-After."""
+    """Return the seconds to wait after the ``attempt``-th failure in a row: exponential back-off
+    with jitter, but at least Retry-After."""
     backoff = min(_MAX_WAIT_S, _FIRST_WAIT_S * 2 ** min(attempt - 1, 10))
     server_wait_s = 0.0 if response.failure else retry_after_s(response.headers.get("retry-after"))
     return max(server_wait_s, backoff) * random.uniform(0.8, 1.2)
 
 
 def retry_after_s(text: str | None, now: Callable[[], float] = time.time) -> float:
-    """Return the seconds of a Retry-After header, a number or a date; 0 for anything else."""
+    """Return the seconds in a Retry-After header, which is a number or a date; 0 for anything
+    else."""
     if text is None:
         return 0.0
     if text.strip().isdigit():
@@ -156,7 +157,7 @@ class EnvRegistration:
 
 @dataclass(frozen=True)
 class EnvStatus:
-    """Answer of ``/status-env``; queue sizes in units of this environment's groups."""
+    """Answer of ``/status-env``. Queue sizes are in units of this environment's groups."""
 
     current_step: int
     """Current step of the run."""

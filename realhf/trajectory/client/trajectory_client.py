@@ -360,7 +360,7 @@ class AsyncTrajectoryClient:
                 logger.warning("a batch that broke off is not ours any more: %s", error)
 
     def _parse_batch(self, response: Response) -> Batch | str:
-        """Return the batch of an answer, or the reason why there is none."""
+        """Return the batch in an answer, or the server's reason why there is none."""
         headers = response.headers
         answer = encoding.decode_batch(response.body, headers.get("content-type", ""), self.url)
         if answer.get("status") == "error":

@@ -133,7 +133,7 @@ def is_protected(scope: Scope) -> bool:
 
 
 def error_body(refusal: Refusal) -> dict[str, Any]:
-    """Return the body of an error, in the form of FastAPI."""
+    """Return the JSON body of an error, in FastAPI's format."""
     return {"detail": refusal.detail}
 
 

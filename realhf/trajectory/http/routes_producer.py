@@ -1,4 +1,4 @@
-"""The endpoints of rollout handlers: register, poll, push.
+"""Endpoints for rollout handlers: register, poll, push.
 
 Source: docs/reference/trajectory.md 2.4 to 2.7.
 """

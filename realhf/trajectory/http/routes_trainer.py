@@ -117,7 +117,7 @@ def router(service: TrajectoryService) -> APIRouter:
 
     @routes.post("/policy_version")
     async def policy_version(policy: PolicyVersion) -> Response:
-        """Set the version of the weights that rollouts use."""
+        """Set the version of the weights with which rollouts are sampled."""
         return answer(await engine.write(registry.set_policy_version, policy.version))
 
     return routes
@@ -241,7 +241,7 @@ async def _until_gone(receive: Receive) -> None:
 
 
 def _merge_pieces(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """Join small pieces and pass large ones as they are."""
+    """Join small pieces, and yield large ones unchanged."""
     waiting: list[bytes | memoryview] = []
     size = 0
     for piece in pieces:

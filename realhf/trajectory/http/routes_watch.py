@@ -1,4 +1,4 @@
-"""The endpoints to monitor and maintain the server.
+"""Endpoints for monitoring and maintaining the server.
 
 Source: docs/reference/trajectory.md 2.2, 2.9, 3.5, 3.7, 3.11.
 """

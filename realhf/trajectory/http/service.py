@@ -153,7 +153,8 @@ sent in an answer or stored."""
 
 
 class Registration(BaseModel):
-    """A trainer and its run. ``batch_size`` in sequences, lengths in tokens."""
+    """Registration of a trainer and its run. ``batch_size`` is in sequences, lengths are in
+    tokens."""
 
     wandb_group: Text
     wandb_project: Text
@@ -170,8 +171,8 @@ class Registration(BaseModel):
 
 
 class RegisterEnv(BaseModel):
-    """A rollout handler. ``group_size`` in sequences; ``min_batch_allocation``: fraction of every
-    batch."""
+    """Registration of a rollout handler. ``group_size`` is in sequences, ``min_batch_allocation`` a
+    fraction of every batch."""
 
     max_token_length: Int64
     desired_name: Text
@@ -187,7 +188,7 @@ class EnvIdentifier(BaseModel):
 
 
 class PolicyVersion(BaseModel):
-    """The version of the weights that rollouts use from now on."""
+    """Version of the weights with which rollouts are sampled from now on."""
 
     version: Int64
 

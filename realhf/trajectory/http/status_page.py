@@ -60,7 +60,7 @@ def _static(file: Traversable) -> Callable[[], Awaitable[Response]]:
     )
 
     async def page() -> Response:
-        """Return the status page, or a file of it."""
+        """Return the status page, or another file that belongs to it."""
         return Response(content, media_type=kind, headers=_HEADERS)
 
     return page
@@ -83,7 +83,7 @@ def _tokenizer(name: str) -> Any:
 
 
 def _text(tokenizer: str, tokens: list[int]) -> str | None:
-    """Return the text of token ids, or None without a tokenizer."""
+    """Return token ids decoded to text; None if no tokenizer is configured."""
     ids = [token for token in tokens[:_MAX_TOKENS] if token >= 0]
     return _tokenizer(tokenizer).decode(ids, skip_special_tokens=False) if tokenizer else None
 

@@ -37,7 +37,7 @@ PAUSE_AFTER_FAILED_COMPACTION_S = 60.0
 """Seconds without compaction after a compaction failed, because a failure also refuses the other
 requests of its round."""
 ATTEMPTS = 5
-"""Attempts of a round when another instance takes the write lock away."""
+"""Number of attempts to run a round, in case another instance takes the write lock away."""
 CLOSE_DEADLINE_S = 15.0
 """Seconds that a stopping server waits for a store that does not answer."""
 
@@ -149,8 +149,8 @@ class StateEngine:
         return await self._submit(command, args, True)
 
     async def read(self, command: Callable[..., T], *args: Any) -> T:
-        """Return the result of a read-only command. It sees committed changes only, never a round
-        that may still fail."""
+        """Return the result of a read-only command. It sees only committed changes, not those of a
+        round that may still fail."""
         if self.store.shared:
             return await self._submit(command, args, False)
         return await self.peek(command, *args)
@@ -256,7 +256,7 @@ class StateEngine:
                 waiting.answer.set_result(result)
 
     async def _commit_round(self, batch: Sequence[_PendingCommand]) -> list[Any]:
-        """Run one round and return the durable results (or the exceptions that commands raised)."""
+        """Run one round and return the durable results, or the exceptions that commands raised."""
         if self._must_reload:
             await self._reload()
         changing = self._lost_epoch is not None or any(waiting.changes_state for waiting in batch)

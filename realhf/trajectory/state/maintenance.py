@@ -20,7 +20,7 @@ from realhf.trajectory.store.segments import SegmentFile, Segments
 NAMES_KEPT = 256
 """Number of environment names that are kept although no environment uses them any more."""
 PER_ROUND = 1000
-"""Most rows that one round of housekeeping removes."""
+"""Maximum number of rows that one round of housekeeping removes."""
 
 
 def restart(state: TrajectoryState, now: float) -> None:

@@ -213,9 +213,10 @@ milliseconds. Of a larger buffer only the oldest part is searched."""
 def find_set(sizes: Sequence[int], target: int) -> list[int]:
     """Return ascending indices of sizes that sum to ``target``; [] if there are none.
 
-    It first adds sizes in order of arrival, skipping those that do not fit. Then it searches an
-    exact subset from the newest index downwards, leaving out an index whenever the older ones can
-    reach the rest without it. Sizes and target are in sequences, sizes at least 1.
+    It first adds sizes in order of arrival, skipping those that do not fit. If that fails, it
+    searches for an exact subset from the newest index downwards, and leaves out an index whenever
+    the older ones can make up the rest without it. Sizes and target are in sequences; sizes are at
+    least 1.
     """
     if target < 1 or sum(sizes) < target:
         return []

@@ -55,7 +55,7 @@ class Lane:
         return list(islice(backwards, count))[::-1]
 
     def add(self, unit: Unit) -> None:
-        """Insert a unit by its order: at the end, unless a change is being undone."""
+        """Insert a unit by its order, which is at the end unless a change is being undone."""
         units = self._units
         if not units or unit.order > units[-1].order:
             units.append(unit)
@@ -82,7 +82,8 @@ class Lane:
 class QueueIndex:
     """Index of the queued groups. ``groups``, ``sequences`` and ``nbytes`` are totals.
 
-    Every call costs amortised O(1), views O(environments + sizes).
+    Methods cost amortised O(1), except those that return a view by environment, which cost
+    O(environments + sizes).
     """
 
     def __init__(self) -> None:
@@ -143,15 +144,15 @@ class QueueIndex:
         return max(self._sizes, default=0)
 
     def env_max_group(self, env_id: int | None) -> int:
-        """Return the largest size of a queued group of one environment; 0 without any."""
+        """Return the largest size of a queued group of one environment; 0 if it has none."""
         return max(self._env_sizes.get(env_id, ()), default=0)
 
     def env_sequences(self) -> Mapping[int | None, int]:
-        """Return the number of queued sequences by environment, for those with queued groups."""
+        """Return the number of queued sequences of each environment that has queued groups."""
         return self._env_sequences
 
     def env_groups(self) -> dict[int | None, int]:
-        """Return the number of queued groups by environment, for those with any."""
+        """Return the number of queued groups of each environment that has any."""
         return {env_id: sizes.total() for env_id, sizes in self._env_sizes.items()}
 
     def _lane(self, env_id: int | None, size: int) -> Lane:

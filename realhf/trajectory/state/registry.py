@@ -118,7 +118,7 @@ def _continue_run(state: TrajectoryState, request: Mapping[str, Any]) -> None:
 
 
 def _return_leases(state: TrajectoryState, trainer: str) -> None:
-    """Return the batches that a trainer held before it was restarted. It may not have trained on
+    """Give back the batches that a trainer held before it was restarted. It may not have trained on
     them, and its next pull would acknowledge them."""
     for lease in list(state.leases.values()):
         if lease.owner == trainer and lease.mode == "implicit" and not lease.returned:
@@ -299,8 +299,8 @@ def _has_foreign_groups(state: TrajectoryState) -> bool:
 def _count_others(
     state: TrajectoryState, env_id: int, largest: int, allocations: Mapping[int, float]
 ) -> int:
-    """Return the sequences of the other environments, packed in the largest size, beyond their
-    minimums."""
+    """Return the number of sequences of other environments, counted in packs of the largest size
+    and beyond their minimums."""
     if largest == 1 and state.options.is_strict("count_others_of_size_one"):
         return 0
     batch_size = state.run.batch_size

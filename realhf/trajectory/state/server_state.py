@@ -86,7 +86,8 @@ class TrajectoryState:
 
     @property
     def max_staleness(self) -> int | None:
-        """Most policy versions that a group may lag behind the current one; None: no bound.
+        """Largest number of policy versions that a group may lag behind the current one; None for
+        no bound.
 
         Source: docs/reference/trajectory.md 3.9.
         """
@@ -268,8 +269,8 @@ class TrajectoryState:
             self._recording = True
 
     def take_stale(self, limit: int) -> tuple[list[GroupRecord], bool]:
-        """Return at most ``limit`` queued groups beyond the staleness bound, and whether there are
-        more."""
+        """Return (at most ``limit`` queued groups beyond the staleness bound, whether there are
+        more)."""
         bound = self.max_staleness
         if bound is None:
             return [], False

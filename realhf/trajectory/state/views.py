@@ -88,8 +88,8 @@ def buffers(state: TrajectoryState, now: float) -> dict[str, Any]:
 
 
 def quarantine(state: TrajectoryState, now: float, limit: int, after: int | None) -> dict[str, Any]:
-    """Return at most ``limit`` groups in quarantine with ids above ``after``, and the counts of all
-    reasons."""
+    """Return at most ``limit`` groups in quarantine with ids above ``after``, and the number of
+    groups for each reason."""
     ids = sorted(key for key in state.quarantine if after is None or key > after)
     groups = [state.quarantine[key] for key in islice(ids, max(0, limit))]
     return {

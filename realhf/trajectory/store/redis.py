@@ -45,7 +45,7 @@ LOCK_MS = 3000
 LOCK_DEADLINE_S = 10.0
 """Seconds that a round waits for the write lock."""
 LOG_LENGTH = 10_000
-"""Commits kept in the log; a server that lags further behind reloads everything."""
+"""Number of commits kept in the log. A server that lags further behind reloads everything."""
 STAGED_EXPIRE_S = 600
 """Seconds after which a staged payload without a commit expires."""
 _REF_BITS = 24
@@ -230,7 +230,8 @@ class RedisStore(TrajectoryStore):
         )
 
     async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
-        """Write payloads that expire. A number that any server has used is never overwritten."""
+        """Write payloads that expire unless they are committed. A number that any server has used
+        is never overwritten."""
         for _ in range(_STAGE_ATTEMPTS):
             refs = [next(self._refs) for _ in payloads]
             try:

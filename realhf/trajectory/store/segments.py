@@ -27,7 +27,7 @@ SEGMENT_BYTES = 64 << 20
 _OFFSET_BITS = 40
 _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 _MAX_BUFFERS = 512
-"""Most payloads in one write; the system limits the buffers of one call."""
+"""Maximum number of payloads in one write, because the system limits the buffers of one call."""
 _SLACK_FILES = 2
 """Number of mostly empty files that do not yet trigger compaction."""
 _SPARE_FILES = 1
@@ -272,8 +272,8 @@ class Segments:
         }
 
     def punch_holes(self, number: int, file: SegmentFile, gaps: Sequence[tuple[int, int]]) -> int:
-        """Punch holes at the gaps (offset, length) of a file, and return the number of bytes freed.
-        Call it on the thread of ``remove``."""
+        """Punch holes at the gaps (offset, length) of a file; return the number of bytes freed.
+        Must be called on the thread that calls ``remove``."""
         if self._files.get(number) is not file or file.handle is None or not self._knows_holes:
             return 0  # the file was deleted or reused
         for offset, length in gaps:
@@ -298,7 +298,7 @@ class Segments:
         return before - file.taken
 
     def remove(self, files: Sequence[SegmentFile]) -> None:
-        """Keep files for reuse, or delete them. Slow, so call it off the event loop."""
+        """Keep files for reuse, or delete them. Slow, so it must be called off the event loop."""
         for file in files:
             handle = file.handle
             file.handle = None
@@ -409,8 +409,8 @@ def ref_of(payload: Payload) -> int:
 
 
 def _runs(staged: Mapping[int, bytes]) -> Iterator[tuple[int, list[bytes]]]:
-    """Yield (reference of the first, payloads) for runs of adjacent payloads in one file. A
-    discarded payload leaves a gap, which a single write must not cross."""
+    """Yield (reference of the first payload, payloads) for each run of adjacent payloads in one
+    file. A discarded payload leaves a gap, across which a single write must not go."""
     first = 0
     after = -1
     run = []

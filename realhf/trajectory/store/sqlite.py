@@ -61,9 +61,9 @@ from realhf.trajectory.store.segments import (
 logger = logging.getLogger(__name__)
 _INTEGER_KEYS = ("envs", "groups")
 _INLINE_ROWS = 100
-"""Most rows of a transaction that runs on the event loop."""
+"""Maximum number of rows of a transaction that runs on the event loop."""
 _INLINE_BYTES = 256 << 10
-"""Most payload bytes that are written on the event loop."""
+"""Maximum payload bytes that are written on the event loop."""
 _CHECKPOINT_BYTES = 8 << 20
 """Size of the write-ahead log at which it is merged into the database."""
 _LOGGED_BYTES_PER_ROW = 4096
@@ -137,8 +137,8 @@ class SqliteStore(TrajectoryStore):
         return snapshot
 
     async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
-        """Assign payloads to files. Raises StoreFailure when the disk would become too full for
-        later commits."""
+        """Assign payloads to files. Raises StoreFailure if the disk would become too full for later
+        commits."""
         self._refuse_when_full(sum(map(len, payloads)))
         return list(self._segments.stage(payloads))
 
@@ -200,8 +200,9 @@ class SqliteStore(TrajectoryStore):
             ) from unknown
 
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
-        """Return the bytes of payloads, checked. Raises PayloadLost only for bytes that were read
-        and differ from what was written, and StoreFailure if they cannot be read now."""
+        """Return the bytes of payloads after checking their CRCs. Raises PayloadLost only for bytes
+        that were read and differ from what was written, and StoreFailure if they cannot be read
+        now."""
         return await asyncio.to_thread(self._read, payloads)
 
     async def compact(
@@ -280,7 +281,7 @@ class SqliteStore(TrajectoryStore):
             self._writer.submit(self._take_ballast, min(_BALLAST_BYTES, total // _BALLAST_SHARE))
 
     def _disk(self) -> tuple[int, int]:
-        """Return the free bytes and the size of the disk."""
+        """Return (free bytes on the disk, size of the disk in bytes)."""
         try:
             stats = os.statvfs(self._folder)
         except OSError as error:
@@ -430,8 +431,8 @@ class SqliteStore(TrajectoryStore):
         return torn
 
     async def _merge_log(self) -> None:
-        """Merge the write-ahead log into the database now and then, concurrently with later
-        commits."""
+        """Merge the write-ahead log into the database once it has grown large enough, while later
+        commits continue."""
         if self._logged < _CHECKPOINT_BYTES or (
             self._checkpoint is not None and not self._checkpoint.done()
         ):

@@ -45,9 +45,9 @@ class StreamRun:
     num_steps: int
     """Number of steps of the run."""
     max_staleness: int | None = None
-    """Most policy versions that a group may lag; None: no bound."""
+    """Largest number of policy versions that a group may lag; None for no bound."""
     fresh: bool = False
-    """Whether to start a new run and discard the server's data."""
+    """Whether to start a new run and discard the data on the server."""
 
 
 class TrajectoryDataset:
@@ -85,9 +85,9 @@ class TrajectoryDataset:
     def next(
         self, ids: Sequence[str], *, version: int, wait_s: float, rescore: Rescore
     ) -> tuple[SequenceSample, dict[str, float]]:
-        """Return the next batch, one sample per group (see ``groups_to_sample``), and metrics about
-        it. ``version``: of the weights that will be trained. ``rescore`` computes log-probabilities
-        that a producer did not send."""
+        """Return the next batch as (sample with one entry per group, see ``groups_to_sample``;
+        metrics about it). ``version``: version of the weights that will be trained. ``rescore``
+        computes log-probabilities that a producer did not send."""
         began = time.perf_counter()
         self._client.set_policy_version(version)
         batch = self._client.pull(wait_s)

@@ -52,17 +52,17 @@ class TrajectoryStreamInterface:
     wait_s: float
     """Seconds that a step waits for its batch."""
     url: str = ""
-    """Address of the server; "": the server of this run."""
+    """Address of the server; "" for the server that belongs to this run."""
     token_file: str = ""
     """File with the bearer token."""
     ca_file: str = ""
     """PEM file of the certificate authority for an https server."""
     max_staleness: int | None = None
-    """Most policy versions that a group may lag; None: no bound."""
+    """Largest number of policy versions that a group may lag; None for no bound."""
     fresh: bool = False
     """Whether to start a new run on the server."""
     transcripts: int = 2
-    """Sequences of a step that are returned as text."""
+    """Number of sequences per step that are returned as text."""
     _dataset: TrajectoryDataset | None = field(default=None, init=False)
     _saved: list[str] = field(default_factory=list, init=False)
     _untrained: set[str] = field(default_factory=set, init=False)

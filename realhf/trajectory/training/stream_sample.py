@@ -44,7 +44,7 @@ class SequenceRow:
     trained: np.ndarray
     """Whether each token contributes to the loss, bool [L]."""
     logprobs: np.ndarray | None
-    """Log-probabilities of the producer, f32 [L]; None if it sent none."""
+    """Log-probabilities that the producer sent, f32 [L]; None if it sent none."""
     score: float
     """Reward of the sequence."""
     truncated: bool
@@ -66,7 +66,7 @@ class RowLimits:
     max_tokens: int
     """Maximum length of a sequence, in tokens."""
     min_group_size: int
-    """Valid rollouts that a group needs for a gradient."""
+    """Number of valid rollouts that a group needs to get a gradient."""
 
 
 class RowProblem(ValueError):

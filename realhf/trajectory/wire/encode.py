@@ -38,8 +38,8 @@ GZIP_FROM_BYTES = 1000
 async def encode_batch(
     payloads: Sequence[Payload], data: Sequence[bytes], *, msgpack: bool, coding: str, level: int
 ) -> tuple[list[bytes | memoryview], str]:
-    """Return the pieces of a batch response and their Content-Encoding. ``coding``: the client's
-    preferred one (gzip, zstd or ""). ``level``: 0 to 3."""
+    """Return (pieces of a batch response, its Content-Encoding). ``coding``: the coding that the
+    client prefers (gzip, zstd or ""). ``level``: compression level, 0 to 3."""
     if all((payload.encoding == Encoding.MSGPACK) == msgpack for payload in payloads):
         parts = [(payload.present, group) for payload, group in zip(payloads, data, strict=True)]
     else:
@@ -240,7 +240,7 @@ async def gzip_pieces(pieces: Sequence[Piece], level: int) -> list[bytes]:
 
 
 def runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Group adjacent pieces until each group is worth a thread."""
+    """Group adjacent pieces so that each group is large enough to be worth a thread."""
     groups: list[list[Piece]] = []
     room = 0
     for piece in pieces:

@@ -53,8 +53,8 @@ def is_msgpack(content_type: str | None) -> bool:
 async def parse_groups(
     body: bytes, content_type: str | None, *, listed: bool, int64: bool, offload: Offload
 ) -> list[Incoming]:
-    """Return the groups of a push. ``listed``: the body is an array of groups. ``int64``: tokens
-    must fit 64 bits. Raises Refusal 422 with ``loc``."""
+    """Return the groups in the body of a push. ``listed``: the body is an array of groups.
+    ``int64``: tokens must fit 64 bits. Raises Refusal 422 that locates the error in the body."""
     msgpack = is_msgpack(content_type)
     if not msgpack:
         check_json_type(content_type)

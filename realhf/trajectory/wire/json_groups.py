@@ -109,7 +109,7 @@ def convert_integers(raw: bytes) -> bytes:
 
 @cache
 def _decoders() -> tuple[msgspec.json.Decoder[Any], dict[str, msgspec.json.Decoder[Any]]]:
-    """Return the decoder of a group, and the decoders of the fields that it leaves as bytes."""
+    """Return (decoder of a group, decoders of those fields that it leaves as bytes)."""
     kinds = {name: SCHEMA[name] if name in _WHOLE_FIELDS else msgspec.Raw for name in FIELDS}
     fields = [
         (name, kind) if name in REQUIRED else (name, kind | UnsetType, UNSET)

@@ -63,8 +63,8 @@ class ScoredData(BaseModel):
 
 
 def read_lax(data: bytes, loc: Loc, *, int64: bool) -> Incoming:
-    """Read the group in ``data``. ``int64``: tokens and masks must fit signed 64 bits. Raises
-    Refusal 422 with ``loc``."""
+    """Read a group from ``data``. ``int64``: tokens and masks must fit signed 64 bits. Raises
+    Refusal 422; ``loc`` is the group's location in the request, for the error."""
     return from_object(parse(data, loc), loc, int64=int64)
 
 
@@ -123,8 +123,8 @@ def from_object(value: Any, loc: Loc, *, int64: bool) -> Incoming:
 
 
 def problems(errors: Sequence[Any], loc: Loc) -> list[dict[str, Any]]:
-    """Return pydantic's errors in the format of the contract; inputs are included if they are short
-    and JSON-serialisable."""
+    """Return pydantic's errors in the original server's format. Inputs are included if they are
+    short and JSON-serialisable."""
     return [
         {
             "type": item["type"],
