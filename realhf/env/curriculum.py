@@ -71,7 +71,7 @@ class TemplateRecord:
     attempts: int = 0
     """Number of groups with valid rollouts."""
     last_episode: int = -1
-    """Episode of the last result; -1 without one."""
+    """Number of the episode of the last result; -1 if there is none."""
     successes: float = 0.0
     """Decayed sum of results, for the learnability strategy."""
     weight: float = 0.0
@@ -571,8 +571,8 @@ class PriorityCurriculum(Curriculum[T]):
             self._promote()
 
     def _promote(self) -> None:
-        """Advance to the next group if the success rate of this one is sufficient; groups never go
-        back."""
+        """Advance to the next group if the success rate of the current one is sufficient. The
+        curriculum never goes back to an earlier group."""
         rule = self.rule
         count = len(self._group_results)
         if self._group_index + 1 == len(self._groups):
@@ -613,7 +613,8 @@ class PriorityCurriculum(Curriculum[T]):
             }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of ``Curriculum``, and the group, its results and the promotions."""
+        """Return the state of ``Curriculum``, with this strategy's group, its results and the
+        promotions added."""
         with self._lock:
             return super().state_dict() | {
                 "group": self.group,

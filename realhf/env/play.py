@@ -112,7 +112,8 @@ class TypedLine:
 
 
 def read_line(line: str, tools: Sequence[Mapping[str, Any]]) -> TypedLine:
-    """Parse a typed line. Raises ValueError with one sentence for an invalid command or call."""
+    """Parse a typed line. Raises ValueError, whose message is one sentence, for an invalid command
+    or call."""
     if line.startswith("//") or not line.startswith("/"):
         return TypedLine(SAY, line.removeprefix("/") if line.startswith("//") else line)
     word, _, remainder = line.partition(" ")
@@ -158,10 +159,11 @@ def _parse_object(text: str) -> dict[str, Any]:
 
 
 def _parse_value(key: str, text: str, schema: Any) -> Any:
-    """Parse the value of an argument by its schema: text if the type is string, else JSON.
+    """Parse the value of an argument according to its schema: as text if the type is string, else
+    as JSON.
 
-    Text that is not JSON is kept if the schema names no type, null, or several types. Raises
-    ValueError for other text.
+    Text that is not JSON is kept if the schema gives no type, the type null, or several types.
+    Raises ValueError for other text.
     """
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     if kind == "string":

@@ -428,8 +428,7 @@ class Caller:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type and the text of an exception in one line, with the kind of an
-    EnvironmentFailure."""
+    """Return an exception's type and text in one line; for an EnvironmentFailure also its kind."""
     text = quote(error)
     if isinstance(error, EnvironmentFailure):
         return f"EnvironmentFailure({error.kind!r}): {text}"

@@ -139,7 +139,7 @@ def is_solved(turn: Turn) -> bool:
 
 
 def ends_episode(turn: Turn) -> bool:
-    """Return whether the episode ends with a turn: it is done, or the task is solved."""
+    """Return whether a turn ends the episode, because it is done or the task is solved."""
     return turn.done or is_solved(turn)
 
 

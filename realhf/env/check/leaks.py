@@ -149,7 +149,7 @@ _AUDIT_EVENTS = frozenset((
 
 
 _ROUNDS = 3
-"""Number of rounds. The first fills pools and caches; only growth in the last one is a leak."""
+"""Number of rounds. The first one fills pools and caches; only growth in the last one is a leak."""
 _MIN_EPISODES = 20
 """Minimum number of episodes in a round."""
 _EPISODES_PER_LEAK = 10

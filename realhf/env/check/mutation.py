@@ -534,8 +534,8 @@ class Mutation:
         rng: random.Random,
         tally: Tally,
     ) -> int:
-        """Play a demonstration and at most ``max_mutants`` of its mutants; return the number of
-        faults in playing the demonstration."""
+        """Play a demonstration and at most ``max_mutants`` of its mutants. Return the number of
+        faults found in the demonstration itself."""
         original = await self._harness.follow(Case(script.task, script.turns))
         if original is None or not (original.solved or original.episode_return > 0):
             fate = (
@@ -757,7 +757,7 @@ def _policy_texts(actions: Iterable[Action]) -> Iterator[str]:
 
 
 def _view_texts(view: Any) -> list[str]:
-    """Return the texts in the rows of a described state, which may be names."""
+    """Return the strings in the rows of a described state, because these may be names."""
     rows = view.get("rows", ()) if isinstance(view, Mapping) else ()
     return [str(cell) for row in rows if isinstance(row, Sequence) for cell in row]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 _TEXT_CHARS = 300
-"""Maximum length in characters of a quotation of an environment's text."""
+"""Maximum number of characters of an environment's text that are quoted."""
 
 
 def quote(value: object, limit: int = _TEXT_CHARS) -> str:
@@ -148,9 +148,9 @@ class Order:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the environment as plain values."""
     timeout_s: float = 10.0
-    """Time limit of one call of the environment in seconds."""
+    """Time limit in seconds for one call of the environment."""
     slow_s: float = 60.0
-    """Time limit for loading the environment and for making its tasks in seconds."""
+    """Time limit in seconds for loading the environment, and for making its tasks."""
     instances: int = 100
     """Number of instances played concurrently."""
     most_turns: int = 100

@@ -41,7 +41,7 @@ class TaskSetChecker:
         self._by_group: dict[tuple[str, str], list[Task]] = {}
 
     def check(self) -> None:
-        """Check each split, and that the two splits share no instance."""
+        """Check each split, and check that the two splits have no instance in common."""
         instances: dict[str, dict[str, Task]] = {}
         for split in SPLITS:
             try:

@@ -366,8 +366,8 @@ _PROBE_S = 30.0
 def probe_layers(
     zygotes: Mapping[str, ForkServer], root: Path, layers: Sequence[str]
 ) -> dict[str, list[Attempt]]:
-    """Return the attempts of one probe, a disposable child, of each zygote, by the zygote's name.
-    ``root`` is the pool's folder. Raises NotContained if a probe does not answer."""
+    """Fork one probe, a disposable child, from each zygote, and return its attempts by the zygote's
+    name. ``root`` is the pool's folder. Raises NotContained if a probe does not answer."""
     secret = root / "host-file"
     secret.write_text("a file of the host")
     attempts: dict[str, list[Attempt]] = {}

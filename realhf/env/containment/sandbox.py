@@ -76,8 +76,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Let the kernel send SIGKILL to this process when the thread that forked it exits. Call it
-    right after the fork."""
+    """Let the kernel send SIGKILL to this process when the thread that forked it exits. Must be
+    called right after the fork."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -387,7 +387,7 @@ _SYSTEM = (
 )
 """Paths of the host that programs need to start, mounted read-only if they exist."""
 _PROBE_TIMEOUT_S = 20.0
-"""Timeout in seconds of running a Python in bubblewrap as a test."""
+"""Timeout in seconds for a test run of Python in bubblewrap."""
 _NAMESPACES = (
     "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-net", "--unshare-uts", "--die-with-parent",
     "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534",

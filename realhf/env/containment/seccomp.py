@@ -56,7 +56,7 @@ class Machine(NamedTuple):
     seccomp: int
     """Number of ``seccomp``."""
     clone: int
-    """Number of ``clone``, which is allowed for threads only."""
+    """Number of ``clone``, which is allowed only for threads."""
     clone3: int
     """Number of ``clone3``, which fails with ENOSYS."""
     tgkill: int

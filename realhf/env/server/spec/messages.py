@@ -32,7 +32,7 @@ from realhf.env.server.wire import VALIDATION_ERROR, WireError, require_object
 
 
 class SpecAction(BaseModel):
-    """What the policy said in a turn. Content alone is enough."""
+    """Action: a turn of the policy. ``content`` alone is enough."""
 
     model_config = ConfigDict(extra="forbid")
     content: str | None = Field(
@@ -53,7 +53,7 @@ class SpecAction(BaseModel):
 
 
 class SpecObservation(BaseModel):
-    """What the environment answers. Reward and done lie beside it in the reply."""
+    """Observation: the environment's answer. The reply contains reward and done next to it."""
 
     model_config = ConfigDict(extra="allow")
     messages: list[dict[str, Any]] = Field(
@@ -81,7 +81,7 @@ class SpecObservation(BaseModel):
 
 
 class SpecState(BaseModel):
-    """Cheap view of a session. Never holds the task itself."""
+    """State of a session, which is cheap to get. It never contains the task itself."""
 
     episode_id: str | None = None
     step_count: int = 0

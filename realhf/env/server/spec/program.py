@@ -29,8 +29,8 @@ from realhf.web.settings import SettingError, setting
 
 @dataclass(frozen=True)
 class SpecServerConfig(ServerConfig):
-    """Holds the settings of one server process. Raises SettingError naming variable and flag of a
-    bad one."""
+    """Settings of one server process. Raises SettingError that names the variable and the flag of
+    an invalid setting."""
 
     call_timeout_s: float = setting(
         30.0, "seconds that the environment may take for a reset or a step", limits=(0.01, 3600)
