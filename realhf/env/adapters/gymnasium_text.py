@@ -321,8 +321,8 @@ class GymnasiumEnvironment:
 
     def _call_on_thread(self, work: Callable[[], Any], call_name: str) -> Any:
         """Run a call on the thread. SystemExit and similar exceptions are converted to
-        EnvironmentFailure here, because on the event loop they could not be told from the loop's
-        own."""
+        EnvironmentFailure here, because on the event loop they could not be distinguished from the
+        loop's own."""
         try:
             return work()
         except Exception:
