@@ -392,7 +392,7 @@ def kl_penalty(a: Tensor, b: Tensor, estimator: str) -> tuple[Tensor, int]:
     if estimator == "k2":
         return 0.5 * x.square(), 0
     if estimator != "k3":
-        raise ValueError(f"KL estimator {estimator!r} is no penalty in the loss")
+        raise ValueError(f"KL estimator {estimator!r} cannot be a penalty in the loss")
     exponent = -x
     limited = exponent.clamp(max=_MAX_EXPONENT)
     excess = exponent - limited

@@ -74,7 +74,9 @@ class EnvironmentFailure(Exception):
 
     def __init__(self, kind: str, message: str) -> None:
         if kind not in FAILURE_KINDS:
-            raise ValueError(f"{kind!r} is no kind of failure (known: {', '.join(FAILURE_KINDS)})")
+            raise ValueError(
+                f"{kind!r} is not a kind of failure (known: {', '.join(FAILURE_KINDS)})"
+            )
         super().__init__(message)
         self.kind = kind
 

@@ -366,7 +366,7 @@ def _parse_number(digits: str) -> float:
 
 def _reject_constant(word: str) -> float:
     """Raise CallProblem for NaN and infinities."""
-    raise CallProblem(f"{word} is no number of JSON")
+    raise CallProblem(f"{word} is not a JSON number")
 
 
 def _describe_type(value: Any) -> str:

@@ -60,7 +60,7 @@ def json_problem(value: Any) -> str:
         elif isinstance(item, Mapping):
             for key, inner in item.items():
                 if not isinstance(key, str):
-                    return f"the key {format_value(key)} is no text, so this is not JSON{_format_path(place)}"
+                    return f"the key {format_value(key)} is not a string, so this is not JSON{_format_path(place)}"
                 waiting.append((inner, depth + 1, (place, key)))
         elif isinstance(item, (list, tuple)):
             waiting.extend((inner, depth + 1, (place, number)) for number, inner in enumerate(item))

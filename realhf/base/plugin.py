@@ -62,7 +62,7 @@ def load_reference(text: str) -> tuple[ModuleType, str]:
         raise ValueError(f"{text}: there is no file {file}")
     if file is None and "/" in parts.place:
         raise ValueError(
-            f"{text}: {parts.place} is no file of Python (.py) and no module (package.module)"
+            f"{text}: {parts.place} is neither a Python file (.py) nor a module (package.module)"
         )
     module = import_user_code(
         text, lambda: load_plugin(file or parts.place), str(file) if file else ""

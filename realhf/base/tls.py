@@ -50,7 +50,7 @@ def split_certificate(url: str) -> tuple[str, ssl.SSLContext | None]:
     try:
         context.load_verify_locations(cadata=base64.urlsafe_b64decode(encoded))
     except (ssl.SSLError, ValueError):
-        raise ValueError(f"{address}: what follows # is no certificate") from None
+        raise ValueError(f"{address}: what follows # is not a certificate") from None
     return address, context
 
 

@@ -76,7 +76,8 @@ class HostKeys:
         try:
             hosts = {str(name): CurvePair(**pair) for name, pair in fields["hosts"].items()}
             fault = (
-                describe_key_fault(fields["server_public"]) and "a key server_public that is no Z85"
+                describe_key_fault(fields["server_public"])
+                and "a key server_public that is not Z85"
             )
             faults = (fault, *(pair.describe_fault(name) for name, pair in hosts.items()))
         except (TypeError, AttributeError, ValueError):

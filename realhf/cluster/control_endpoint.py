@@ -277,7 +277,7 @@ class ControlEndpoint:
             self._on_hello(identity, session, message)
         elif kind in OPERATOR and self._sender != LAUNCHER:
             text = (
-                f"the key of host {self._sender} is none of an operator: take the launcher's own "
+                f"the key of host {self._sender} is not an operator's: take the launcher's own "
                 f"file of keys"
             )
             self._post(

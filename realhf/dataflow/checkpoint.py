@@ -418,7 +418,7 @@ def _compare(folder: Path, is_hashed: Callable[[str], bool]) -> str | None:
     the moment.
     """
     if not folder.is_dir():
-        return "it is no folder" if folder.exists() else "it is a link to nowhere"
+        return "it is not a folder" if folder.exists() else "it is a broken link"
     try:
         files = _read_manifest(folder)
     except OSError as error:

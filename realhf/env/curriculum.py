@@ -190,7 +190,7 @@ class Curriculum(Generic[T]):
             if not 0.0 <= float(achieved) <= 1.0:
                 raise ValueError(f"achieved is {achieved}, not a fraction")
             if not is_finite(reward):
-                raise ValueError(f"reward is {reward}; a failed rollout is no result")
+                raise ValueError(f"reward is {reward}; a failed rollout is not a result")
             self._episodes += 1
             self._rewards = [*self._rewards, float(reward)][-10:]
             record = self._records[task_id]

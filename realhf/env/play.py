@@ -121,7 +121,7 @@ def read_line(line: str, tools: Sequence[Mapping[str, Any]]) -> TypedLine:
         return _parse_call(remainder.strip(), dict(list_functions(tools)))
     if word not in _COMMAND_KINDS or remainder.strip():
         raise ValueError(
-            f"{line[:60]!r} is no command (/help shows them; //... says a text that begins with a "
+            f"{line[:60]!r} is not a command (/help shows them; //... says a text that begins with a "
             f"slash)"
         )
     return TypedLine(_COMMAND_KINDS[word])
@@ -143,7 +143,7 @@ def _parse_call(remainder: str, parameters_by_tool: Mapping[str, Mapping[str, An
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key:
-            raise ValueError(f"{word!r} is no argument: write key=value")
+            raise ValueError(f"{word!r} is not an argument: write key=value")
         arguments[key] = _parse_value(key, value, properties.get(key))
     return TypedLine(CALL, name=name, arguments=arguments)
 

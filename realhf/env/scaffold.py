@@ -73,7 +73,7 @@ def check_name(name: str) -> None:
     """Raise ValueError for a name that is not a valid module name or is taken by another module."""
     if not _NAME.fullmatch(name) or len(name) > _MAX_NAME_CHARS or keyword.iskeyword(name):
         raise ValueError(
-            f"{name[:_MAX_NAME_CHARS]!r} is no name: write a small letter, then letters, digits "
+            f"{name[:_MAX_NAME_CHARS]!r} is not a name: write a small letter, then letters, digits "
             f"and "
             f"underscores"
         )

@@ -251,7 +251,7 @@ class RunLog:
             self._warn(
                 f"the rows of {_list_steps(missing)} are lost: {self._run_dir / METRICS_FILE} was "
                 f"changed during the "
-                "run, or they are no numbers; the summary goes without them"
+                "run, or they are not numbers; the summary goes without them"
             )
         return rows
 

@@ -193,7 +193,7 @@ def _check_content(content: object) -> object:
         raise ValueError("must be text, a list of parts of text, or null")
     for number, part in enumerate(content if isinstance(content, list) else ()):
         if not isinstance(part, Mapping):
-            raise ValueError(f"only text is read, and part {number} is no part at all")
+            raise ValueError(f"only text is read, and part {number} is not a valid part")
         if part.get("type") != "text":
             raise ValueError(
                 f"only text is read, and part {number} is of the type "

@@ -319,7 +319,9 @@ def check_tokens(tokens: np.ndarray, vocabulary: int, longest: int) -> None:
 
 def _parse_array(raw: bytes, dtype: np.dtype[Any], name: str) -> np.ndarray:
     if len(raw) % dtype.itemsize:
-        raise BadRequest(f"{name} has {len(raw)} bytes, which are no whole {dtype.name}")
+        raise BadRequest(
+            f"{name} has {len(raw)} bytes, which is not a multiple of the size of {dtype.name}"
+        )
     return np.frombuffer(raw, dtype=dtype)
 
 
@@ -493,5 +495,5 @@ def prompt_tokens(prompt: Any) -> np.ndarray:
     """Return the tokens of a ``ModelInput``, i64 (n,). Raises BadRequest for chunks that do not
     contain tokens."""
     if not all(isinstance(chunk, types.EncodedTextChunk) for chunk in prompt.chunks):
-        raise BadRequest("the prompt has a chunk that is no text; this server takes tokens only")
+        raise BadRequest("the prompt has a chunk that is not text; this server takes tokens only")
     return np.fromiter((token for chunk in prompt.chunks for token in chunk.tokens), dtype=np.int64)

@@ -359,7 +359,9 @@ def unpack_metadata(frame: memoryview, samples: int) -> dict[str, list[Any]]:
             name = unpacker.unpack()
             count = unpacker.read_array_header()
             if not isinstance(name, str) or name in columns:
-                raise CodecError(f"{name!r:.60} is no name of a metadata column, or there twice")
+                raise CodecError(
+                    f"{name!r:.60} is not the name of a metadata column, or appears twice"
+                )
             if count != samples:
                 raise CodecError(f"metadata {name!r:.60} has {count} items for {samples} samples")
             columns[name] = [unpacker.unpack() for _ in range(count)]

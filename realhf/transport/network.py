@@ -350,7 +350,7 @@ def describe_key_fault(key: str) -> str:
         zmq.curve_public(key.encode("ascii"))
     except zmq.ZMQError as error:
         if error.errno == errno.EINVAL:
-            return "that is no Z85"
+            return "that is not Z85"
         raise NetworkError(NO_CURVE) from None
     return ""
 

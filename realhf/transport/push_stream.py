@@ -285,7 +285,7 @@ class StreamReceiver(Listener):
                 self._batch.append(sample)
             self._open[name] = request  # of several connections of a producer the last one is alive
         else:
-            raise ProtocolError(f"{request.method!r:.60} is none of a producer")
+            raise ProtocolError(f"{request.method!r:.60} is not a producer's request")
 
     def _deliver_batch(self) -> None:
         while self._acked:

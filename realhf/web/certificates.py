@@ -30,7 +30,7 @@ def certificate_problem(cert: str, key: str, flags: tuple[str, str]) -> str:
     except (ssl.SSLError, ValueError) as error:
         reason = getattr(error, "reason", None) or str(error)
         return (
-            f"{flags[0]} {cert} and {flags[1]} {key} are no certificate and its private key "
+            f"{flags[0]} {cert} and {flags[1]} {key} are not a certificate and its private key "
             f"without password: {reason}"
         )
     return ""

@@ -84,7 +84,7 @@ def test_with_the_key_of_a_host_nobody_is_another_host_or_an_operator(opened: Op
     for kind in ("status", "remove"):
         pretender.say(kind, NoContent())
     said = pretender.hears(OperatorReport)
-    assert said.failed and "the key of host a is none of an operator" in said.lines[0]
+    assert said.failed and "the key of host a is not an operator's" in said.lines[0]
     victim = opened.agent("b").join()
     pretender.session = victim.session
     pretender.say("leave")

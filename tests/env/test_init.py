@@ -158,7 +158,7 @@ def test_nothing_is_overwritten_and_nothing_is_half_written(
     [
         (
             ("My-Game",),
-            "error: 'My-Game' is no name: write a small letter, then letters, digits and "
+            "error: 'My-Game' is not a name: write a small letter, then letters, digits and "
             "underscores",
         ),
         (("../up",), "error: '../up' is no name"),

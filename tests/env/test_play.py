@@ -61,10 +61,10 @@ def test_what_a_line_means(line: str, meant: TypedLine) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("/fly", "'/fly' is no command"),
-        ("/quit now", "'/quit now' is no command"),
+        ("/fly", "'/fly' is not a command"),
+        ("/quit now", "'/quit now' is not a command"),
         ("/tool", "say which tool"),
-        ("/tool read path", "'path' is no argument: write key=value"),
+        ("/tool read path", "'path' is not an argument: write key=value"),
         ("/tool read lines=many", "lines is of the type integer, and 'many' is none"),
         ("/tool read path='a", "the arguments cannot be read: no closing quotation"),
         ('/tool read {"path": ', "the arguments are no JSON"),

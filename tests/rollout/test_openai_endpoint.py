@@ -424,7 +424,7 @@ async def test_bad_requests_are_refused_and_harm_nothing(endpoint: Endpoint) -> 
             ),
             (
                 {"role": "user", "content": ["x"]},
-                "messages.1.content: only text is read, and part 0 is no part at all",
+                "messages.1.content: only text is read, and part 0 is not a valid part",
             ),
             (
                 {"role": "user", "content": [{"type": "text"}]},

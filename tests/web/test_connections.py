@@ -74,7 +74,7 @@ def test_an_address_may_name_the_one_certificate_of_its_server(pair, tmp_path):
     assert split_certificate("http://h:1") == ("http://h:1", None)
     address, context = split_certificate(embed_certificate("https://:secret@h:1", certificate))
     assert address == "https://:secret@h:1" and context is not None
-    with pytest.raises(ValueError, match=r"https://h:1: what follows # is no certificate"):
+    with pytest.raises(ValueError, match=r"https://h:1: what follows # is not a certificate"):
         split_certificate("https://h:1#bm90aGluZw==")
     for shown, believed in ((pair, True), (self_signed(tmp_path), False)):
         with in_memory_file(Path(shown[0]).read_text() + Path(shown[1]).read_text()) as path:

@@ -513,7 +513,7 @@ class LoraAdapters:
         try:
             saved = load_file(folder / WEIGHTS)
         except SafetensorError as error:
-            raise ValueError(f"{folder / WEIGHTS} is no safetensors file: {error}") from None
+            raise ValueError(f"{folder / WEIGHTS} is not a safetensors file: {error}") from None
         own = self.tensors()
         if differing := sorted(saved.keys() ^ own.keys()):
             raise ValueError(

@@ -151,7 +151,7 @@ class SlurmStarter(HelperStarter):
         if shutil.which("srun") is None:
             raise ClusterError(NO_SRUN.format("there is none"))
         if not os.environ.get(JOB):
-            raise ClusterError(NO_SRUN.format(f"this is no job of Slurm, {JOB} is not set"))
+            raise ClusterError(NO_SRUN.format(f"this is not a Slurm job, {JOB} is not set"))
 
     def start_agents(self, endpoint: str, keys: HostKeys) -> None:
         """See ``AgentStarter``. Raises ClusterError if ``srun`` cannot be started."""

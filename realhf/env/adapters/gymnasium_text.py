@@ -79,11 +79,11 @@ class GymnasiumOptions:
         "does not say.",
     )
     most_wrong: int = option(
-        10, "An episode ends after this many turns in a row that are no action.", at_least=1
+        10, "An episode ends after this many consecutive turns without an action.", at_least=1
     )
     wrong_reward: float = option(
         -1.0,
-        "The reward of a turn that is no action; 0 makes it free, and better than a step that "
+        "The reward of a turn without an action; 0 makes it free, and better than a step that "
         "costs.",
         at_most=0,
     )

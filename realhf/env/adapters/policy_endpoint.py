@@ -148,7 +148,7 @@ def read_messages(value: Any) -> list[ChatMessage]:
         raise Unplayable(f"it sent no messages but {format_value(value)}")
     messages = [_read_message(message) for message in value]
     for problem in message_problems(messages, "messages"):
-        raise Unplayable(f"it sent what is no message: {problem}")
+        raise Unplayable(f"it sent something that is not a message: {problem}")
     return messages
 
 
@@ -185,7 +185,7 @@ def read_tools(value: Any) -> list[Mapping[str, Any]]:
     if not isinstance(tools, list) or not all(
         isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping) for tool in tools
     ):
-        raise Unplayable(f"it sent tools that are no functions: {format_value(value)}")
+        raise Unplayable(f"it sent tools that are not functions: {format_value(value)}")
     return tools
 
 

@@ -119,7 +119,7 @@ def _number_problems(label: str, name: Any, value: Any) -> Iterator[str]:
     elif finite_number(value) is None:
         yield f"{label} must be a finite number, not {format_value(value)}"
     elif problem := json_problem(value):
-        yield f"a reward or metric is no plain number: {problem}"
+        yield f"a reward or metric is not a plain number: {problem}"
     elif label == "reward" and abs(value) > MAX_REWARD:
         yield (
             f"the reward is {value:g}; rewards beyond {MAX_REWARD:g} drown everything else in "

@@ -114,7 +114,7 @@ class TaskSetChecker:
             key for pair in group_of.items() for key in pair if not isinstance(key, str)
         ]:
             self._report_fault(
-                f"split {split!r}: group_of holds {quote(repr(not_text[0]), 60)}, which is no text",
+                f"split {split!r}: group_of holds {quote(repr(not_text[0]), 60)}, which is not a string",
                 mend,
             )
         if len({*groups}) < len(groups):

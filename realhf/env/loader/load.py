@@ -39,7 +39,7 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         name = name.strip().removeprefix("env.")
         if not equals or not name:
-            raise ValueError(f"{text!r} is no option: write option=value")
+            raise ValueError(f"{text!r} is not an option: write option=value")
         if name in options:
             raise ValueError(f"the option {name!r} is given twice")
         options[name] = (

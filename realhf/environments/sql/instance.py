@@ -89,7 +89,7 @@ def _draw_pair(
     rng: random.Random, split: str, first: tuple[str, ...], second: tuple[str, ...]
 ) -> tuple[str, str]:
     if split not in SPLITS:
-        raise ValueError(f"{split!r} is no split (known: {', '.join(SPLITS)})")
+        raise ValueError(f"{split!r} is not a split (known: {', '.join(SPLITS)})")
     while True:
         pair = rng.choice(first), rng.choice(second)
         if is_heldout_pair(*pair) is (split == HELD_OUT):

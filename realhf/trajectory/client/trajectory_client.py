@@ -265,7 +265,9 @@ class AsyncTrajectoryClient:
 
     def _registered_env(self) -> EnvRegistration:
         if self.env is None:
-            raise NotRegistered(self.url, "this client is no environment; call register_env first")
+            raise NotRegistered(
+                self.url, "this client is not an environment; call register_env first"
+            )
         return self.env
 
     # ---- trainer

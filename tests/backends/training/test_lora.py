@@ -199,7 +199,7 @@ def test_a_checkpoint_of_other_adapters_or_of_none_is_refused(
     with pytest.raises(ValueError, match="all weights trained there and adapters train here"):
         engine.load_checkpoint(tmp_path / "whole")
     (tmp_path / "adapters" / "adapter" / "adapter_model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(ValueError, match="no safetensors file"):
+    with pytest.raises(ValueError, match="not a safetensors file"):
         engine.load_checkpoint(tmp_path / "adapters")
 
 

@@ -27,7 +27,7 @@ QUICK = ("--instances", "4", "--tasks", "2")
     [
         (("check", "no_such"), "error: unknown environment 'no_such' (known: "),
         (("check", "no_such.py:Name"), "error: there is no file no_such.py"),
-        (("check", "countdown", "levels"), "error: 'levels' is no option: write option=value"),
+        (("check", "countdown", "levels"), "error: 'levels' is not an option: write option=value"),
         (("check", "countdown", "a=1", "env.a=2"), "error: the option 'a' is given twice"),
         (("check", "countdown", "a=[1"), "error: a: '[1' is no JSON"),
         (

@@ -149,7 +149,7 @@ def test_a_mistake_in_the_file_is_named_with_its_line(
     [
         ("no_such_environment", r"unknown environment 'no_such_environment'.*file\.py:Name"),
         ("/nowhere/mine.py:Echo", r"there is no file /nowhere/mine\.py"),
-        ("/tmp:Echo", r"/tmp:Echo: /tmp is no file of Python \(\.py\) and no module"),
+        ("/tmp:Echo", r"/tmp:Echo: /tmp is neither a Python file \(\.py\) nor a module"),
         ("nowhere.at_all:Echo", "ModuleNotFoundError: No module named 'nowhere'"),
         (":Echo", "unknown environment ':Echo'"),
         ("json:Echo", "json defines no 'Echo'"),

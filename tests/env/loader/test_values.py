@@ -131,7 +131,7 @@ for _ in range(60):
         ({"a": [1, None, {"b": "é"}]}, ""),
         (float("nan"), "nan is not JSON"),
         ({"a": [0, {"b": {1}}]}, "set is not JSON (at ['a'][1]['b']): {1}"),
-        ([{"x": {2: 3}}], "the key 2 is no text, so this is not JSON (at [0]['x'])"),
+        ([{"x": {2: 3}}], "the key 2 is not a string, so this is not JSON (at [0]['x'])"),
         ({"a": "\ud800"}, "text with '\\ud800', half a character, is not JSON (at ['a'])"),
         (DEEP, "complex is not JSON (at ..." + "['key']" * 29 + "): 1j"),
     ],

@@ -258,8 +258,8 @@ def test_a_file_that_holds_no_keys_is_named(tmp_path, text, mode, reason):
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"server_public": "\\" * 40}, "a key server_public that is no Z85"),
-        ({"client_secret": "~" * 40}, "a key client_secret that is no Z85"),
+        ({"server_public": "\\" * 40}, "a key server_public that is not Z85"),
+        ({"client_secret": "~" * 40}, "a key client_secret that is not Z85"),
         (
             {"server_secret": KEYS.server_secret[1:]},
             "a key server_secret of another length than 40",
