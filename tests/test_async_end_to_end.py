@@ -111,6 +111,7 @@ def test_stale_samples_within_the_bound_and_a_run_that_goes_on(root, trained):
         "evaluation.episodes_per_task=2",
         "evaluation.greedy_episodes_per_task=1",
         "evaluation.every_steps=2",
+        "evaluation.interim_share=1",
     )
     trained("grpo_aws_async", "eta2", *options, *two, *evaluated, steps=3)
     rows = trained("grpo_aws_async", "eta2", *options, *evaluated, steps=5)
