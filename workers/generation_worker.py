@@ -119,8 +119,11 @@ class VersionGate:
         go()
 
     def open(self) -> None:
-        """Call ``go`` of all requests whose version the engine now has. Must be called after each
-        weight update."""
+        """Start the waiting requests whose weight version the engine has reached, by calling their
+        ``go``.
+
+        Must be called after each weight update.
+        """
         with self._lock:
             version = self._version()
             ready = [

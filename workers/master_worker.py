@@ -751,8 +751,8 @@ class MasterWorker:
 def check_same_models(
     saved: Mapping[str, str], current: Mapping[str, str], restored: Collection[str] = frozenset()
 ) -> None:
-    """Raise RuntimeError if a role's initial weights come from another folder than when the
-    checkpoint was saved.
+    """Raise RuntimeError if a role's initial weights come from a different folder than they did
+    when the checkpoint was saved.
 
     A checkpoint does not contain frozen weights, which must therefore be the same as before.
     ``saved`` and ``current`` map roles to paths; different paths may name the same folder. Roles in

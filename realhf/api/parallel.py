@@ -45,8 +45,8 @@ class Group(Protocol):
 
     @property
     def number(self) -> int:
-        """Number of this rank, which is also valid outside of ``together``. Rank 0 does work that
-        must be done only once."""
+        """This process's rank, valid outside ``together``, too. Rank 0 does what must be done only
+        once."""
         ...
 
     def together(self, what: str) -> contextlib.AbstractContextManager[None]:

@@ -483,18 +483,18 @@ _MAX_PYTHON_CHARS = 20_000
 memory per character."""
 
 
-def _parse_python_literal(words: str, key: str, problem: CallProblem) -> Any:
+def _parse_python_literal(text: str, key: str, problem: CallProblem) -> Any:
     """Parse a list or mapping that is written as a Python literal.
 
     Raises CallProblem, with the JSON parser's ``problem``, for an invalid literal or one that JSON
     cannot represent.
     """
-    if len(words) <= _MAX_PYTHON_CHARS:
+    if len(text) <= _MAX_PYTHON_CHARS:
         with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            value = ast.literal_eval(words)
-            read, _ = read_json(json.dumps(value, allow_nan=False), 0)
-            if read == value:  # Tuples and keys other than strings change in JSON.
-                return read
+            value = ast.literal_eval(text)
+            round_tripped, _ = read_json(json.dumps(value, allow_nan=False), 0)
+            if round_tripped == value:  # Tuples and keys other than strings change in JSON.
+                return round_tripped
     raise CallProblem(f"the parameter {key[:64]!r}: {problem}") from None
 
 

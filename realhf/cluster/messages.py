@@ -165,7 +165,7 @@ class Lines(Message, frozen=True):
 
 
 class Exited(Message, frozen=True):
-    """Report of the end of a worker."""
+    """Host agent's message that a worker has exited."""
 
     name: WorkerName
     exit_code: Annotated[int, Meta(ge=-255, le=255)]

@@ -281,10 +281,11 @@ class Curriculum(Generic[T]):
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state. With another task set, a warning is logged; known templates keep
-        their records and others start without results.
+        """Restore a saved state.
 
-        Raises ValueError for another version or strategy.
+        If the task set has changed, a warning is logged; known templates keep their records, and
+        new ones start without results. Raises ValueError if the state's version or strategy
+        differs.
         """
         if state.get("version") != STATE_VERSION or state.get("strategy") != self.strategy:
             raise ValueError(

@@ -99,7 +99,8 @@ _COMMAND_KINDS = {
 
 @dataclass(frozen=True)
 class TypedLine:
-    """A typed line."""
+    """One line that a person typed at the prompt, parsed into a command, a message or a tool
+    call."""
 
     kind: str
     """Kind of the line, such as ``SAY``."""

@@ -141,8 +141,10 @@ def environment_schemas() -> Mapping[str, Schema]:
 
 
 def scheduler_schemas() -> Mapping[str, Schema]:
-    """Return a schema for each registered scheduler that has options, by name, in which the section
-    ``scheduler`` has that scheduler's options."""
+    """Return the configuration schema for each registered scheduler that has options, by its name.
+
+    The schema's section ``scheduler`` holds that scheduler's options.
+    """
     schemas = {name: Schema(with_scheduler(ExperimentConfig, name)) for name in schedulers}
     return {name: schema for name, schema in schemas.items() if any(_scheduler_options(schema))}
 

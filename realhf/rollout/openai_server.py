@@ -244,7 +244,7 @@ def _add_errors(app: FastAPI) -> None:
         code = {404: "unknown_url", 405: "method_not_allowed"}.get(
             error.status_code, "invalid_request"
         )
-        text = f"{error.detail}: below the address of a session there are {_SERVED}"
+        text = f"{error.detail}: under a session's address, the server has {_SERVED}"
         return JSONResponse(
             ApiError(error.status_code, code, text).body(), error.status_code, error.headers
         )

@@ -485,22 +485,21 @@ class OpenAiSession:
         self._llm.free(self.ledger.slots)
 
     def find_limit(self, error: BaseException) -> str:
-        """Return the status of the limit whose refusal caused an exception in the agent; "" if none
-        did.
+        """Return the outcome of the limit that made the agent fail; "" if no limit did.
 
         A refusal is recognised by its code or message, or by status 400 with the address of this
         session, in the text of the exception or of its cause (``__cause__``). An exception that was
         merely raised while the agent handled a refusal does not count.
         """
         if isinstance(error, BaseExceptionGroup):
-            limits = [self.find_limit(inner) for inner in error.exceptions]
-            return limits[-1] if all(limits) else ""
+            statuses = [self.find_limit(inner) for inner in error.exceptions]
+            return statuses[-1] if all(statuses) else ""
         text = f"{error} {getattr(error, 'url', '')} "
         # of any HTTP client; the body may not have been read, or may not be text
         with contextlib.suppress(Exception):
             text += str(error.response.text)  # type: ignore[attr-defined]
-        for words, status in self.ledger.refusals.items():
-            if words in text or (self.key in text and "400" in text):
+        for refusal, status in self.ledger.refusals.items():
+            if refusal in text or (self.key in text and "400" in text):
                 return status
         return self.find_limit(error.__cause__) if error.__cause__ is not None else ""
 

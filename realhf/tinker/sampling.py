@@ -178,7 +178,7 @@ def _read_version(folder: Path) -> int:
 
 
 class Sampler:
-    """Runner of ``sample`` requests on ``base``, a transformers model, one step at a time.
+    """Engine that runs ``sample`` requests on ``base``, a transformers model, one step at a time.
 
     Args:
         end_tokens: Tokens that end a sequence unless its request names stop tokens or strings.

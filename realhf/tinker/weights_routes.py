@@ -61,7 +61,7 @@ class WeightsRoutes:
         """Save a whole model with merged weights for download."""
         parsed = await self._handler.parse(request, types.SaveWeightsExternalRequest)
         if parsed.age_encryption_recipients:
-            raise Refusal(400, "age_encryption_recipients are not carried by this server")
+            raise Refusal(400, "age_encryption_recipients is not supported by this server")
         return self._save(request, parsed, "save_weights_external", "external", parsed.path)
 
     def _save(

@@ -269,8 +269,10 @@ def bytes_tensor(raw: memoryview, tag: str, shape: Sequence[int]) -> Tensor:
 
 
 def _read_fields(item: dict[str, Any]) -> Sequence[Any]:
-    """Return the fields that every entry must have, in the order of ``_ENTRY``. Raises CodecError
-    or ProtocolError."""
+    """Return the values of an entry's required fields, in the order of ``_ENTRY``.
+
+    Raises CodecError for a missing field, and ProtocolError for a value of another type.
+    """
     try:
         values = _ENTRY_FIELDS(item)
     except KeyError as error:

@@ -514,9 +514,9 @@ class RpcMaster:
         self.roster[info.name] = info
         return ""
 
-    def _send_announcement(self, name: str, version: int, news: bytes) -> None:
+    def _send_announcement(self, name: str, version: int, announcement: bytes) -> None:
         peer = self._peers[name]
-        self._send_control(peer.control, peer.session, "roster", news, version=version)
+        self._send_control(peer.control, peer.session, "roster", announcement, version=version)
 
     # ---- ends
 

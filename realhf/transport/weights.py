@@ -430,7 +430,8 @@ def _tls(network: Network) -> RunTls | None:
 
 
 class WeightServer:
-    """Server of weights in pieces. ``buffers`` maps tickets to buffers.
+    """Server from which other hosts fetch weights in pieces. ``buffers`` maps tickets to the
+    buffers to serve.
 
     Connections are encrypted if the run has keys. Raises DataError if the server cannot listen on
     the address.

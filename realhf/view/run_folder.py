@@ -46,7 +46,7 @@ STOPPED = "stopped"
 
 @dataclass(frozen=True)
 class FolderState:
-    """State of a folder."""
+    """Whether a folder is a run, and how far the run is."""
 
     kind: str
     """State: one of the constants above."""

@@ -160,9 +160,9 @@ async def _read_compressed(chunks: AsyncIterator[bytes], max_bytes: int, take: T
 def gunzip(body: bytes, max_bytes: int, take: Take = _count_nothing) -> bytes | None:
     """Decompress one or more gzip members; return None if they contain more than ``max_bytes``.
 
-    The last four bytes state the length of the plain body. If that is correct and not large, a
-    single step is enough. Otherwise the steps are small, because the result of each is held a
-    second time while it is added to the others. Raises Refusal 400 (not gzip, truncated, corrupt).
+    The last four bytes state the length of the plain body. If that is correct and not large, one
+    step decompresses everything. Otherwise the steps are small, because each piece is in memory
+    twice while it is appended to the result. Raises Refusal 400 (not gzip, truncated, corrupt).
     """
     stated_bytes = int.from_bytes(body[-4:], "little") + 1
     step = stated_bytes if _STEP < stated_bytes <= min(max_bytes, _MAX_AT_ONCE_BYTES) else _STEP

@@ -344,8 +344,10 @@ class _TimedPolicy:
 
 
 def _build_task(arguments: Mapping[str, Any], seed: int) -> Task:
-    """Return a task with these reset arguments as its payload. Its id and group are the number and
-    difficulty of the task in them."""
+    """Return a Task whose payload is the arguments of ``reset``.
+
+    Its name is the task's number in the arguments, and its group the task's difficulty.
+    """
     task = arguments.get("task") or {}
     name = str(task.get("task_id", arguments.get("task_id", "")))
     group = str(task.get("difficulty", ""))

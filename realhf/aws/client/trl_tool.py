@@ -90,7 +90,8 @@ class AwsToolEnv:
         return observation_text(result.observation.model_dump(), max_chars=_OUTPUT_CHARS)
 
     def get_reward(self) -> float | None:
-        """Score of the episode so far; None when the environment failed, which is not a score."""
+        """Return the score of the episode so far; None if the environment failed, because a failure
+        must not count as a score."""
         if not self._playing:
             return None
         return episode_return(

@@ -889,7 +889,8 @@ def _is_number(text: str) -> bool:
 
 
 def has_field(snapshot: Snapshot, kind: str, path: str, values: str = "*") -> bool:
-    """Return whether a resource of a kind ("service/kind") has one of the values at a path."""
+    """Return whether any resource of the given kind ("service/kind") has a permitted value at
+    ``path``."""
     asked = [(_parse_field_path(path), partial(_is_permitted_value, values, snapshot))]
     attributes_of_kind = (
         attributes for key, attributes in snapshot.resources.items() if kind == f"{key[0]}/{key[1]}"

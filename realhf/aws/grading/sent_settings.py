@@ -297,7 +297,10 @@ def _names_resource(noun: str, member: str) -> bool:
 
 
 def _build_tree(members: Mapping[str, str]) -> dict[str, Any]:
-    """Return fates by path as a tree. Each node has its own fate under the key ""."""
+    """Return a nested dict of the member paths and their fates (see ``MemberTable``).
+
+    A path's own fate is under the key "" of its node.
+    """
     root: dict[str, Any] = {}
     for text, fate in members.items():
         node = root

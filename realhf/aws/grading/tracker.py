@@ -439,8 +439,8 @@ class Tracker:
         return f"{name} {request.params.get('PolicyArn')}" if _POLICY_PAIR in pair else name
 
     def _count_rollbacks(self, added: Sequence[Evidence]) -> None:
-        """Count as rollbacks the deletions of resources that the agent created itself, each
-        resource once."""
+        """Count deletions of resources that the agent itself created as rollbacks, once per
+        resource."""
         for request in added:
             if (
                 not request.ok

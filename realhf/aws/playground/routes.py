@@ -127,8 +127,10 @@ class _Handlers:
         return rows + [("GET", f"/{file.name}", _static(file), True) for file in files]
 
     async def session(self, request: Request) -> Response:
-        """Return the page's settings. A new browser gets a cookie; if a login is required first,
-        only that is returned."""
+        """Return the page's settings, and set a cookie in a new browser.
+
+        If the visitor must log in first, the response says only that.
+        """
         known = self._auth.visitor(request)
         if known is None and self._auth.needs_login:
             return JSONResponse({"login": True})

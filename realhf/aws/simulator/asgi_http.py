@@ -210,7 +210,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Drop the transport. An answer in preparation will be discarded."""
+        """Drop the transport. A response that is still being prepared will be discarded."""
         self._transport = None
 
     def data_received(self, data: bytes) -> None:

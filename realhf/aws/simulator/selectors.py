@@ -385,7 +385,7 @@ class _AnswerFilter:
 
 
 class _JsonAnswer:
-    """A JSON answer that can be narrowed."""
+    """A JSON response of a list operation, from which resources can be removed."""
 
     def __init__(self, body: bytes) -> None:
         self._content = _parse_object(body)

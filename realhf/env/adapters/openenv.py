@@ -226,9 +226,10 @@ def _build_action_player(
 
 
 def _build_message_player(options: OpenEnvOptions) -> Callable[[Clients], Environment]:
-    """Return the function that makes the environment for a server that takes chat messages. Raises
-    ValueError for options that have no effect, because such a server decides these things
-    itself."""
+    """Return the factory of environments whose server takes chat messages.
+
+    Raises ValueError for an option that has no effect, because such a server decides it itself.
+    """
     option_names = (
         "action",
         "action_field",

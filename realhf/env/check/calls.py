@@ -125,10 +125,11 @@ class UserCode:
         return ""
 
     def find_in_awaitable(self, awaited: Any) -> str:
-        """Return the line of the environment's code at which a coroutine, or something that it
-        awaits, is suspended.
+        """Return the line of the environment's code at which a coroutine is suspended, or one that
+        it awaits.
 
-        If there is none, return the line of another thread, because the method may run in a thread.
+        The environment may have moved its work to a thread. So if no suspended coroutine is in its
+        code, return the line that another thread is executing.
         """
         if location := self.find_in_suspended(awaited):
             return location

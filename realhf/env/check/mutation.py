@@ -82,7 +82,7 @@ class Action(NamedTuple):
     """Calls as (name, arguments)."""
 
     def text(self) -> str:
-        """Return the turn as a policy writes it."""
+        """Return the text that a policy would generate for this turn."""
         return "\n".join(
             [
                 *([self.content] if self.content or not self.calls else []),

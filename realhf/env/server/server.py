@@ -78,7 +78,7 @@ def step_request(action: type[BaseModel]) -> type[BaseModel]:
 
 
 class StatelessPlayer:
-    """Player of stateless requests, each a single action on a leased slot."""
+    """Service of stateless requests, each of which performs one action on a leased slot."""
 
     def __init__(
         self, leases: SlotLeases, make_player: Callable[[Any], Player], threads: Executor

@@ -76,7 +76,7 @@ _DENIED_FEATURES = {
 
 @dataclass(frozen=True)
 class StatementLimits:
-    """Limits for each statement."""
+    """Limits on the time, memory and result of one SQL statement."""
 
     steps: int
     """Maximum number of steps of SQLite's virtual machine."""

@@ -253,7 +253,7 @@ class SqlScene:
         return self.table_of(self.table, self.rows)
 
     def table_of(self, name: str, rows: Sequence[MainRow]) -> SqlTable:
-        """Return a table with other rows but the columns of the main table."""
+        """Return a table with the main table's columns, the given name and the given rows."""
         columns = ("id", "name", self.text, self.number)
         return SqlTable(
             name, columns, ("INTEGER", "TEXT", "TEXT", "INTEGER"), tuple(tuple(row) for row in rows)

@@ -358,13 +358,16 @@ class _Attempt:
             else build_selection(self.selected, self.ledger)
         )
 
-    def _scale_needs(self, need: dict[int, int]) -> dict[int, int]:
-        total = sum(need.values())
+    def _scale_needs(self, required_by_env: dict[int, int]) -> dict[int, int]:
+        """Return the required numbers of sequences, scaled down in proportion if together they
+        exceed the batch, but at least the smallest group of each environment: less than one group
+        cannot be taken."""
+        total = sum(required_by_env.values())
         if total <= self.batch_size:
-            return need
+            return required_by_env
         return {
             env_id: max(min(self.lanes[env_id]), required * self.batch_size // total)
-            for env_id, required in need.items()
+            for env_id, required in required_by_env.items()
         }
 
     def _take_minimum(self, env_id: int, required: int, reserved: int) -> None:
