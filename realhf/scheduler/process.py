@@ -122,9 +122,9 @@ def read_last_words(descriptor: int) -> str:
 def run_guarded(work: Callable[[], None], folder: Path | None = None) -> int:
     """Run a worker's main function ``work`` and return the exit code for the process.
 
-    SIGTERM raises WorkerStopped in ``work`` (exit code 143), which then has ``STOP_WITHIN_S``
-    seconds for clean-up. ``folder`` is the folder into which it writes files, for messages about a
-    full disk.
+    SIGTERM raises WorkerStopped in ``work``, which then has ``STOP_WITHIN_S`` seconds to clean up;
+    the exit code is 143. ``folder``, into which ``work`` writes its files, is named if the disk is
+    full.
     """
     signal.signal(signal.SIGTERM, _on_sigterm)
     try:

@@ -122,7 +122,7 @@ class StateReader(ListingClient, Protocol):
     """The part of a slot that a check needs; see ``world.SlotState``."""
 
     def run(self, command: str) -> CommandResult:
-        """Run a command that only reads. Raises ConnectionError if the simulator gives no
+        """Run a read-only command. Raises ConnectionError if the simulator gives no
         answer."""
         ...
 

@@ -93,7 +93,7 @@ class AwsServed(ServedEnvironment):
         return f"unreadable_{kind}" if kind else "truncated"
 
     def template(self, observation: Mapping[str, Any]) -> str:
-        """Return the number of the observation's template, or "other" for a task written by a
+        """Return the id of the observation's task template, or "other" for a task written by a
         client."""
         number = (observation.get("task") or {}).get("task_id")
         return str(number) if number in self._templates else "other"
@@ -175,8 +175,10 @@ def make_pool(config: AwsServerConfig) -> MiniStackPool | RealAwsPool:
 
 
 def prepare(arguments: argparse.Namespace, config: ServerConfig) -> tuple[AwsServed, ServerConfig]:
-    """Return the environment and its settings for the server, not started yet. Raises SettingError
-    for ``--option``, which is for other environments."""
+    """Return the environment, which is not started yet, and its settings.
+
+    Raises SettingError for ``--option``, which this environment does not have.
+    """
     assert isinstance(config, AwsServerConfig)
     if arguments.option:
         raise SettingError(

@@ -255,7 +255,7 @@ class HttpConnection(asyncio.Protocol):
         del self._buffer[: end + 4]
         expected = head.field(b"expect")
         if expected and expected.lower() != b"100-continue":
-            raise BadHttp("nothing but 100-continue can be expected")
+            raise BadHttp("unsupported Expect header: only 100-continue is allowed")
         if expected and len(self._buffer) < head.length and self._transport is not None:
             self._transport.write(_CONTINUE)
         return head

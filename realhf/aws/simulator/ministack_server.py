@@ -373,10 +373,10 @@ def _metadata(loader: Any, service: str) -> dict[str, Any] | None:
 
 
 def _preload_service_names() -> None:
-    """Read the names of all AWS services before the fork.
+    """Load the names of all AWS services once, before the fork.
 
-    For a request to a service that MiniStack lacks, it reads the names from all of botocore's
-    models (400 MB, 5 s), and discards them at the next reset.
+    Otherwise a request to a service that MiniStack lacks makes it read the names from all of
+    botocore's models (400 MB, 5 s), again after each reset.
     """
     router = importlib.import_module("ministack.core.router")
     names = frozenset(botocore.session.get_session().get_available_services())

@@ -321,7 +321,8 @@ class _Layer:
 
 
 class _PassPlan:
-    """Rows, columns and masks of one pass's tokens, the same for all layers."""
+    """Cache rows, positions and attention masks of the tokens of one forward pass, shared by all
+    layers."""
 
     def __init__(
         self,

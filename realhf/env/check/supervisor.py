@@ -163,8 +163,10 @@ class CheckSupervisor:
                 self._silent_at = process_clock.now() + _EXIT_S
         self._on_event(event)
 
-    def _report_finding(self, check: str, what: str, mend: str, where: str, task: str = "") -> None:
-        self._on_event([FINDING, asdict(Finding(check, what, mend, where, task))])
+    def _report_finding(
+        self, check: str, problem: str, fix: str, where: str, task: str = ""
+    ) -> None:
+        self._on_event([FINDING, asdict(Finding(check, problem, fix, where, task))])
 
     def _report_end(self, status: int, dump: Path) -> None:
         """Report the end of the child process if it ended early or with an error."""
@@ -173,41 +175,43 @@ class CheckSupervisor:
         where = self._exit[1] if self._exit else self._code.find_in_dump(_read_dump(dump))
         exit_reason = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         if self._is_complete:
-            what = f"the process ended with {exit_reason} after all was closed"
-            mend = "Stop in close what still runs"
+            problem = f"the process ended with {exit_reason} after all was closed"
+            fix = "Stop in close what still runs"
         else:
             cause = f"os._exit({self._exit[0]})" if self._exit else exit_reason
-            what = f"the process of the environment died by {cause} in {self._call}"
-            mend = "It would take all episodes of a worker with it; raise an exception instead"
+            problem = f"the process of the environment died by {cause} in {self._call}"
+            fix = "It would take all episodes of a worker with it; raise an exception instead"
         output = self._output.decode(errors="replace").strip().splitlines()
         if output and not where:
-            what = f"{what}; it printed last: {quote(output[-1], 160)}"
-        self._report_finding("dies", what, mend, where, self._task)
+            problem = f"{problem}; it printed last: {quote(output[-1], 160)}"
+        self._report_finding("dies", problem, fix, where, self._task)
 
     def _report_silence(self, process: subprocess.Popen[bytes], dump: Path, *, late: bool) -> None:
         """Report a child process that exceeded a time limit."""
         where = self._locate(process, dump)
         if self._is_complete:
-            what = f"the process does not end within {_EXIT_S:g} s after everything was closed"
-            self._report_finding("exit", what, "Make threads daemons, or end them in close", where)
+            problem = f"the process does not end within {_EXIT_S:g} s after everything was closed"
+            self._report_finding(
+                "exit", problem, "Make threads daemons, or end them in close", where
+            )
         elif late:
             fewer = "a smaller --most" if self._order.mutants else "fewer --instances"
-            what = f"the check was not finished by its limit, in {self._check or 'its start'}"
+            problem = f"the check was not finished by its limit, in {self._check or 'its start'}"
             self._report_finding(
-                "limit", what, f"Give it a larger --limit, or {fewer}", where, self._task
+                "limit", problem, f"Give it a larger --limit, or {fewer}", where, self._task
             )
         else:
-            what = (
+            problem = (
                 f"{self._call} blocks the event loop and gave no answer within "
                 f"{self._order.timeout_s:g} s"
             )
-            mend = (
+            fix = (
                 "Await what waits, with a deadline; nothing else can go on, and nothing can end it"
             )
             if not self._task:
-                what = f"{self._call} did not end in time"
-                mend = "Load large things on first use, or raise --slow"
-            self._report_finding("hangs", what, mend, where, self._task)
+                problem = f"{self._call} did not end in time"
+                fix = "Load large things on first use, or raise --slow"
+            self._report_finding("hangs", problem, fix, where, self._task)
 
     def _locate(self, process: subprocess.Popen[bytes], dump: Path) -> str:
         """Return the line that the child is executing; "" if unknown. It is read from a stack dump

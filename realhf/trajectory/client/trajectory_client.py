@@ -325,7 +325,7 @@ class AsyncTrajectoryClient:
         await self._acknowledge_returned()
         while True:
             response = await self._request_with_retries(
-                "GET", "/batch", self._pull_headers(acknowledges), mend=self._give_back
+                "GET", "/batch", self._pull_headers(acknowledges), before_retry=self._give_back
             )
             outcome = self._parse_batch(check_response(response, self.url))
             if isinstance(outcome, Batch):
@@ -460,10 +460,10 @@ class AsyncTrajectoryClient:
         path: str,
         headers: Mapping[str, str],
         body: bytes | None = None,
-        mend: Callable[[Response], Awaitable[None]] | None = None,
+        before_retry: Callable[[Response], Awaitable[None]] | None = None,
     ) -> Response:
         """Send a request, retrying failures, and return the first answer with a status below 500.
-        ``mend`` is called with the failed response before each new attempt. After the deadline,
+        ``before_retry`` is called with the failed response before each new attempt. After the deadline,
         raises Unreachable with the last cause."""
         began = process_clock.now()
         last_log = process_clock.now()
@@ -484,8 +484,8 @@ class AsyncTrajectoryClient:
                     "%s: %s %s: %s; trying again", self.url, method, path, response.cause
                 )
             await sleep(wait)
-            if mend is not None:
-                await mend(response)
+            if before_retry is not None:
+                await before_retry(response)
 
     async def _request_once(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None

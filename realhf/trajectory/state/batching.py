@@ -227,17 +227,18 @@ def _list_sources(lanes: Sequence[Lane], length: int) -> Iterator[Iterator[Pack]
         )
 
 
-def _draw_batch(sources: Iterator[Iterator[Pack]], packs: int, ledger: Ledger) -> Selected:
-    draw = FairDraw(ledger)
+def _draw_batch(sources: Iterator[Iterator[Pack]], n_packs: int, ledger: Ledger) -> Selected:
+    """Return a batch of ``n_packs`` packs, drawn fairly from the sources. There must be enough."""
+    fair_draw = FairDraw(ledger)
     selected = []
     for source in sources:
-        draw.offer(source)
-    for _ in range(packs):
-        draw_result = draw.draw()
-        assert draw_result is not None, "the packs were counted before"
-        pack, source = draw_result
-        draw.charge(pack)
-        draw.offer(source)
+        fair_draw.offer(source)
+    for _ in range(n_packs):
+        result = fair_draw.draw()
+        assert result is not None, "the packs were counted before"
+        pack, source = result
+        fair_draw.charge(pack)
+        fair_draw.offer(source)
         selected.append(pack)
     return build_selection(selected, ledger)
 
