@@ -2,7 +2,8 @@
 cases of a test marked ``sampled``.
 
 A sample is drawn by the commit, so that another commit plays other cases; ``--run-nightly`` plays
-all. Every process of a parallel run draws the same one.
+all, and a case whose node id is on the command line runs. Every process of a parallel run draws the
+same sample.
 """
 
 from __future__ import annotations
@@ -65,15 +66,15 @@ def skip_opt_in(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
                 item.add_marker(skipped)
     if not config.getoption(NIGHTLY.option):
         skipped = pytest.mark.skip(reason=f"not in this commit's sample: make {NIGHTLY.target}")
-        for item in unsampled(items, commit_id(config.rootpath)):
+        chosen = [item for item in items if item.nodeid not in config.args]
+        for item in unsampled(chosen, commit_id(config.rootpath)):
             item.add_marker(skipped)
 
 
 def unsampled(items: Iterable[pytest.Item], seed: str) -> list[pytest.Item]:
     """Return the cases of tests marked ``sampled(n)`` beyond the ``n`` that ``seed`` draws of each.
 
-    Cases that another mark leaves out are not drawn. A test of at most ``n`` cases is played whole,
-    so that a case that is named on the command line runs.
+    Cases that another mark leaves out are not drawn.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:

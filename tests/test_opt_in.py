@@ -28,6 +28,13 @@ def test_few(case):
 def test_plain():
     pass
 """
+CONFTEST = """
+from tests.opt_in import pytest_addoption, skip_opt_in
+
+
+def pytest_collection_modifyitems(config, items):
+    skip_opt_in(config, items)
+"""
 
 
 @pytest.fixture
@@ -50,9 +57,14 @@ def test_the_commit_draws_the_sample(items: list[pytest.Item]) -> None:
     assert set.union(*ever) == names(items) and len({*map(frozenset, ever)}) > 30
 
 
-def test_a_case_that_is_named_runs(items: list[pytest.Item]) -> None:
-    for item in items:
-        assert unsampled([item], "commit 0") == []
+def test_a_case_that_is_named_runs(pytester: pytest.Pytester) -> None:
+    """Any number of them; of the others there is a sample."""
+    pytester.makeini("[pytest]\nmarkers =\n    sampled: x\n    nightly: x\n")
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(test_file=FILE)
+    named = [f"test_file.py::test_many[{case}]" for case in range(9)]
+    pytester.inline_run(*named).assertoutcome(passed=9)
+    pytester.inline_run("test_file.py").assertoutcome(passed=5, skipped=18)
 
 
 def test_without_git_there_is_a_sample_too(pytester: pytest.Pytester) -> None:

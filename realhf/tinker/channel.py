@@ -178,7 +178,8 @@ class Done(Message, frozen=True, tag=True):
     error: str = ""
     """Why the job failed; "" if it succeeded."""
     theirs: bool = False
-    """Whether the client is responsible for the error."""
+    """Whether the client is responsible for the error; ``is_client_error`` of the stored reply. The
+    column of the request store has this name too."""
     kept: bool = False
     """Whether the state was saved into the ``keep`` folder of the job."""
     version: int = -1

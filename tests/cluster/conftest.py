@@ -1,4 +1,4 @@
-"""Options of the tests over several hosts; ``tests/asked_for.py`` has the one that asks for
+"""Options of the tests over several hosts; ``tests/opt_in.py`` has the one that asks for
 them."""
 
 from __future__ import annotations

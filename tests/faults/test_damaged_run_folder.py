@@ -314,7 +314,7 @@ LAUNCHES = {
         "sync-killed", "checkpoints/ckpt-*[0-9]/state.json", FLIP, False, "none can be used"
     ),
     "journal": Launched(
-        "async-killed", "journal/journal-*.log", FLIP, True, "from what the checkpoint of step"
+        "async-killed", "journal/journal-*.log", FLIP, True, "samples that the checkpoint of step"
     ),
     "one checkpoint": Launched(
         "sync-killed",
@@ -355,7 +355,6 @@ LAUNCHES = {
 FIRST = ("all checkpoints",)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name",
     [name if name in FIRST else pytest.param(name, marks=pytest.mark.nightly) for name in LAUNCHES],

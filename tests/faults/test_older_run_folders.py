@@ -45,7 +45,7 @@ def write_run_folders() -> None:
         launch_and_kill(kind, root / "runs", root / "policy")
 
 
-@pytest.mark.nightly
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", EXPERIMENTS)
 def test_a_run_folder_of_an_earlier_commit_is_resumed(kind: str, tmp_path: Path) -> None:
     with tarfile.open(ARCHIVE) as archive:

@@ -131,7 +131,6 @@ def launched(tmp_path: Path, name: str, *more: str) -> list[str]:
     return [*given, "rollout.max_total_tokens=8192", *more]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "more", "refusal"),

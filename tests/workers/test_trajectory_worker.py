@@ -50,7 +50,7 @@ async def test_it_registers_its_address_and_leaves_with_the_master(tmp_path):
 SERVER_THAT_NEVER_STOPS = """
 import asyncio, sys
 from realhf.scheduler.child import exit_process
-from realhf.trajectory.state.engine import Engine
+from realhf.trajectory.state.engine import StateEngine
 from workers import trajectory_worker
 
 async def never(self):
@@ -60,7 +60,7 @@ async def never(self):
         except asyncio.CancelledError:
             pass
 
-Engine.close, trajectory_worker.STOP_TIMEOUT_S = never, 0.3
+StateEngine.close, trajectory_worker.STOP_TIMEOUT_S = never, 0.3
 exit_process(trajectory_worker.main(sys.argv[1:]))  # as the module does
 """
 

@@ -27,7 +27,7 @@ def attempt(action):
     try:
         action()
     except sandbox.Denied:
-        return "negated"
+        return "denied"
     except OSError as error:
         return type(error).__name__
     return "done"
@@ -62,7 +62,7 @@ def test_only_the_named_endpoint_is_reached() -> None:
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout) == ["done"] + ["negated"] * 7
+        assert json.loads(done.stdout) == ["done"] + ["denied"] * 7
         assert not select.select([bad], [], [], 0)[0]
 
 

@@ -135,7 +135,6 @@ def test_freed_slots_are_computed_again(tiny_model: Any) -> None:
     assert engine.core.reused_tokens == 0
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 def test_sampling_follows_the_distribution(tiny_model: Any) -> None:
     """4,000 draws of one next token: every frequency within five standard errors of its

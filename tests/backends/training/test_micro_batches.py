@@ -54,7 +54,6 @@ def positions(part: SequenceSample) -> int:
     return sum(int(places.max()) + 1 for places in trained if len(places))
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 @given(
     st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=5), min_size=1, max_size=5),

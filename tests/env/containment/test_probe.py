@@ -87,7 +87,7 @@ def test_each_layer_is_seen_to_be_missing_by_its_own_acts(tmp_path: Path, withou
 def test_a_layer_that_does_not_hold_stops_the_start_unless_it_is_named() -> None:
     found = {
         "CLI workers": [
-            Attempt("hooks", "fork", True, "negated"),
+            Attempt("hooks", "fork", True, "denied"),
             Attempt("filter", "fork", False, "possible"),
         ]
     }

@@ -83,7 +83,6 @@ async def test_who_speaks_no_tls_is_not_served_and_does_not_stop_it(
         writer.close()
 
 
-@pytest.mark.nightly
 def test_a_certificate_without_its_key_is_one_line() -> None:
     command = [sys.executable, "-m", "workers.env_worker", "--env", "sql", "--tls-cert", "x"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -179,7 +179,7 @@ def test_the_grpo_interface_takes_it_empty_places_and_all(tmp_path):
             rewards, _ = OutcomeRewardInterface().inference(None, sample, context)  # type: ignore[arg-type]
             prepared, stats = ppo.prepare(sample.update(rewards))
             parts = minibatches(prepared, n, (3,))
-            assert sum(part is not None for part in map(ppo._trained_part, parts)) > 0
+            assert sum(part is not None for part in map(ppo._select_trained, parts)) > 0
             found.append((stats, prepared["advantages"].tolist()))
         assert found[0] == found[1]
         assert found[0][0]["n_groups"] == 2 and found[0][0]["n_sequences"] == 5
