@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -62,7 +64,13 @@ def serving(config: uvicorn.Config) -> Iterator[int]:
     finally:
         server.should_exit = True
         thread.join(60)
-        assert not thread.is_alive(), "the server does not stop"
+        assert not thread.is_alive(), f"the server does not stop:\n{stack_of(thread)}"
+
+
+def stack_of(thread: threading.Thread) -> str:
+    """Where a thread is, as a traceback prints it."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "".join(traceback.format_stack(frame)) if frame else "(ended)"
 
 
 @pytest.fixture(scope="module")
