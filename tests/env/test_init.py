@@ -161,8 +161,8 @@ def test_nothing_is_overwritten_and_nothing_is_half_written(
             "error: 'My-Game' is not a name: write a small letter, then letters, digits and "
             "underscores",
         ),
-        (("../up",), "error: '../up' is no name"),
-        (("class",), "error: 'class' is no name"),
+        (("../up",), "error: '../up' is not a name"),
+        (("class",), "error: 'class' is not a name"),
         (("json",), "error: 'json' is the name of another module, which it would hide"),
         (("realhf",), "error: 'realhf' is the name of another module"),
         (

@@ -467,7 +467,7 @@ def tagged(inner):
         (tagged('{"name": "f", "arguments": {"a": 9223372036854775808}}'), "64 bits"),
         (tagged('{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}"), "64 bits"),
         (tagged('{"name": "f", "arguments": {"a": 1e999}}'), "64 bits"),
-        (tagged('{"name": "f", "arguments": {"a": NaN}}'), "no number"),
+        (tagged('{"name": "f", "arguments": {"a": NaN}}'), "not a JSON number"),
         (tagged('{"name": "f", "arguments": {"a": "\\ud800"}}'), "surrogate"),
         (tagged('{"name": "f", "arguments": {"\\ud800": 1}}'), "surrogate"),
         (tagged("[" * 100_000), "too deep"),

@@ -89,7 +89,7 @@ OPENINGS = {
     "{'messages': [{'role': 'user', 'content': 'x', 'n': "
     "float('nan')}]}": r"messages\[0\]: nan is not JSON",
     "{'messages': [{'role': 'user', 'content': 'x', 5: "
-    "6}]}": r"messages\[0\]: the key 5 is no text",
+    "6}]}": r"messages\[0\]: the key 5 is not a string",
     "{'messages': [{'role': 'user', 'content': "
     "chr(0xdc00)}]}": r"messages\[0\]: text with '.udc00', half a character",
     "{'messages': [], 'tools': {}}": "tools must be a list of JSON schemas, not {}",
