@@ -110,7 +110,7 @@ def test_a_key_that_was_taken_away_is_worth_nothing_also_on_a_connection_that_is
     there.say("ping")
     there.hello()
     assert refused(opened.control, old) == "refused the key of this process"
-    fresh = add_hosts(opened.ring.file, ["a"]).of("a")
+    fresh = add_hosts(opened.ring.file, ["a"]).key_of("a")
     assert not refused(opened.control, fresh)
     opened.agent("a", fresh).join()
     there.hello()
@@ -120,7 +120,7 @@ def test_a_key_that_was_taken_away_is_worth_nothing_also_on_a_connection_that_is
 
 @pytest.mark.nightly
 def test_a_host_that_gets_its_key_while_the_launcher_waits_may_join(opened: OpenEndpoint):
-    agent = opened.agent("late", add_hosts(opened.ring.file, ["late"]).of("late"))
+    agent = opened.agent("late", add_hosts(opened.ring.file, ["late"]).key_of("late"))
     assert agent.join()
 
 

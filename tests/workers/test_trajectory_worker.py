@@ -124,7 +124,7 @@ def test_what_keeps_it_from_starting_is_one_fatal_line(tmp_path):
         port = taken.getsockname()[1]
         for flags, said in (
             (["--port", str(port)], f"cannot listen on 127.0.0.1:{port} (--port)"),
-            (["--port", "0", "--gzip-level", "9"], "--gzip-level is 9"),
+            (["--port", "0", "--gzip-level", "9"], "REALHF_TRAJ_GZIP_LEVEL (--gzip-level) is 9"),
         ):
             command = [
                 sys.executable,
