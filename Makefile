@@ -12,6 +12,9 @@ SEED ?= 1
 TEST_PROCESSES ?= $(shell awk '/^MemTotal/ {n = int($$2 / 2.5e6); print (n < 2 ? 2 : n > 6 ? 6 : n)}' /proc/meminfo || echo 6)
 # Every process collects all tests first, and fast ones hardly wait.
 FAST_PROCESSES ?= 3
+# Cases of a parametrized test, drawn by the commit; 0 means all.
+CASES ?= 8
+FAST_CASES ?= 5
 # Hundreds of real processes on a machine that others use: a test that fails is played once more, at most five of them,
 # and what it said the first time is printed. More than that, or twice the same, is a fault. RERUNS=0 allows none.
 RERUNS ?= 1
@@ -145,10 +148,12 @@ check-all: install
 # In a fresh clone every process would compile all tests for itself; one does it before them.
 run-tests: install
 	@ls tests/__pycache__/conftest.*-pytest-*.pyc > /dev/null 2>&1 || $(BIN)/python -m pytest -q --collect-only > /dev/null || true
-	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 10 $(AGAIN) $(ALL)
+	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 10 $(AGAIN) \
+	  $(or $(ALL),--max-cases $(CASES))
 
 test-fast: install
-	$(BIN)/python -m pytest -q -n $(FAST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not sim"
+	$(BIN)/python -m pytest -q -n $(FAST_PROCESSES) --dist loadfile --no-loadscope-reorder --max-cases $(FAST_CASES) \
+	  -m "not slow and not sim"
 
 # A sample, and what changed lately; all tasks when code that judges them changed (tests/aws/validation/task_sample.py).
 check-tasks: install

@@ -24,14 +24,21 @@ from realhf.aws.episode.episode import Episode
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from realhf.aws.tasks.loader import instantiate, load_templates
 from realhf.base.process import collect_garbage_rarely
-from tests.costs import pytest_runtest_call, pytest_terminal_summary
-from tests.opt_in import pytest_addoption, skip_opt_in
+from tests.costs import pytest_runtest_call, summarize_costs
+from tests.opt_in import (
+    deselect_opt_in,
+    pytest_addoption,
+    pytest_sessionfinish,
+    pytest_testnodedown,
+    summarize_deselected,
+)
 from tests.sharing import place, pytest_xdist_make_scheduler
 
 __all__ = [
     "pytest_addoption",
     "pytest_runtest_call",
-    "pytest_terminal_summary",
+    "pytest_sessionfinish",
+    "pytest_testnodedown",
     "pytest_xdist_make_scheduler",
 ]
 
@@ -65,14 +72,23 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow files come first, lest one process ends with them while the other has nothing left to
-    do; mixed if several processes share them. Those that nobody asked for are skipped."""
-    skip_opt_in(config, items)
+    do; mixed if several processes share them. Tests that were not asked for are deselected."""
+    deselect_opt_in(config, items)
     several = hasattr(config, "workerinput")
     items.sort(
         key=lambda item: place(
             item.nodeid, slow=item.get_closest_marker("slow") is not None, mixed=several
         )
     )
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Print which tests cost too much for their marks, and how many were left out."""
+    summarize_costs(terminalreporter)
+    if line := summarize_deselected(config):
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

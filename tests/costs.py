@@ -25,7 +25,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     item.user_properties.append((COST, round(_cpu_s() - before, 2)))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def summarize_costs(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the tests that cost too much for what they are marked with, the dearest first."""
     found = unmarked(terminalreporter.getreports("passed"))
     if found:

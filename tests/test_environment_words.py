@@ -44,6 +44,7 @@ def said(path, text):
     return [line.strip() for line in lines if not any(words in line for words in allowed)]
 
 
+@pytest.mark.slow
 def test_only_an_environments_own_folder_speaks_its_words():
     assert len(files()) > 300
     found = {

@@ -248,6 +248,7 @@ def is_type_checking(node: ast.stmt) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", TORCH_FREE)
 def test_torch_is_not_imported_at_module_level(prefix: str):
     paths = [

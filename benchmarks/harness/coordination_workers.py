@@ -131,6 +131,7 @@ def rollout_worker(args: argparse.Namespace) -> None:
             del generation, env_urls
             groups = fake_groups(self._spec.episodes.group_size)
             flight = FakeImmediateFlight(args.in_flight)
+            self._feedback = None
             return [FakeImmediatePlayer(flight, groups) for _ in range(args.in_flight)]
 
     plan = RunPlan.read(args.run_dir)

@@ -258,6 +258,7 @@ def test_a_batch_without_components_is_one_where_all_tokens_count() -> None:
     assert plain[0] == same[0] and torch.equal(plain[1], same[1]) and plain[2] == same[2]
 
 
+@pytest.mark.slow
 def test_a_train_step_reads_the_components(tmp_path: Path) -> None:
     """Rows without an advantage are trained where cross-entropy wants them, advantages are those of
     the tokens that rewards train, and a failed rollout trains by no component."""

@@ -71,6 +71,7 @@ def gae_of(sample, i):
     return found
 
 
+@pytest.mark.slow
 def test_both_train_calls_make_the_same_advantages_of_the_same_inputs(rollout_batch, tmp_path):
     """And they are those of the definition; failed rollouts have none. The critic's loss is that of
     its formula."""
@@ -139,6 +140,7 @@ def test_an_untrained_critic_says_nothing_and_a_trained_one_explains_the_returns
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [{"n_mbs": 3}, {"max_tokens_per_mb": 16}], ids=str)
 def test_micro_batches_change_nothing(rollout_batch, tmp_path, spec):
     results = []
@@ -154,6 +156,7 @@ def test_micro_batches_change_nothing(rollout_batch, tmp_path, spec):
     torch.testing.assert_close(after_other, after_one, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_minibatches_update_several_times_and_the_clip_holds_predictions_back(
     rollout_batch, tmp_path
 ):
@@ -209,6 +212,7 @@ def test_a_resumed_critic_goes_on_to_the_bit(rollout_batch, tmp_path):
     assert torch.equal(weights(resumed), weights(critic))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("outcome", "rewards", "updates"),
     [([1] * 12, REWARDS, 0), ([1] * 4 + [0] + [1] * 7, REWARDS, 1), ([0] * 12, [0.5] * 12, 1)],
@@ -237,6 +241,7 @@ def test_a_model_without_a_value_head_is_refused(rollout_batch):
         valued(CriticInterface(PPO), tiny_actor(), rollout_batch(GROUPS, REWARDS, OUTCOME))
 
 
+@pytest.mark.slow
 def test_a_critic_that_has_diverged_is_named(rollout_batch, tmp_path):
     critic, interface = tiny_critic(), CriticInterface(PPO)
     with torch.no_grad():
@@ -260,6 +265,7 @@ def test_missing_values_and_estimators_without_them_are_named(rollout_batch, tmp
         CriticInterface({"algo": "grpo"})
 
 
+@pytest.mark.slow
 def test_the_actor_waits_while_the_critic_warms_up(rollout_batch, tmp_path):
     critic = tiny_critic()
     interface = CriticInterface(PPO)

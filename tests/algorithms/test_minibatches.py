@@ -71,6 +71,7 @@ def test_minibatches_repeat_bit_identically_and_depend_on_seed_and_microbatches_
     torch.testing.assert_close(trained(max_tokens_per_mb=16), trained(), atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"algo": "gspo"}, {"use_decoupled_loss": True, "prox_logp_method": "recompute"}]
 )

@@ -418,7 +418,7 @@ COMMON = ("env=countdown", "actor.path=builtin_tiny", "mode=check")
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -197,6 +197,7 @@ def test_keys_that_share_their_lengths_go_on_sharing():
     )
 
 
+@pytest.mark.slow
 def test_import_leaves_torch_alone():
     code = "import sys, realhf.api.sample, realhf.api.keys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0

@@ -156,6 +156,7 @@ async def test_a_failure_has_its_kind(trick: str, kind: str) -> None:
         await env.close()
 
 
+@pytest.mark.slow
 async def test_a_full_server_and_one_that_is_away() -> None:
     full = '{"type":"error","data":{"code":"CAPACITY_REACHED","message":"1/1 sessions"}}'
     with FakeEnvServer(
@@ -187,6 +188,7 @@ async def test_a_step_that_was_not_executed_is_sent_again() -> None:
         await env.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("trick", "kind"), [("drop", "lost"), ("hang", "timeout")])
 async def test_a_lost_session_is_resumed_by_replay(trick: str, kind: str) -> None:
     with FakeEnvServer(Script({(0, 2): trick})) as fake:

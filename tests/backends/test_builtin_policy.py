@@ -62,6 +62,7 @@ def test_the_folder_loads_as_any_causal_model(folder: Path) -> None:
     assert chat.stop_ids == (model.config.eos_token_id,)
 
 
+@pytest.mark.slow
 def test_the_seed_decides_the_weights(folder: Path, tmp_path: Path) -> None:
     config = BuiltinModelConfig(
         vocab_size=420, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=48

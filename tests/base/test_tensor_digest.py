@@ -130,6 +130,7 @@ def test_ways_and_blocks_give_the_same_digest(monkeypatch, product, block):
     assert TensorDigester().digest(tensor) == plain(tensor)
 
 
+@pytest.mark.slow
 def test_the_joint_digest_knows_which_name_has_which_tensor():
     ones = torch.ones(3)
     twos = torch.full((3,), 2.0)

@@ -34,6 +34,7 @@ def finished(tmp_path: Path, **streams: object) -> tuple[int, str, bool]:
     return code, note.read_text() if note.exists() else "", done.exists()
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_noted_and_the_exit_code_is_the_program_s(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -44,6 +45,7 @@ def test_a_closed_pipe_is_noted_and_the_exit_code_is_the_program_s(tmp_path: Pat
     assert found == (3, "stdout is lost: Broken pipe", True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not Path("/dev/full").exists(), reason="this system has no device that is always full"
 )
@@ -56,6 +58,7 @@ def test_a_full_disk_is_noted(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_closed_from_the_start_is_noted(tmp_path: Path) -> None:
     note = tmp_path / "note"
     done = tmp_path / "done"
@@ -66,6 +69,7 @@ def test_a_stream_that_is_closed_from_the_start_is_noted(tmp_path: Path) -> None
     assert (note.read_text(), done.read_text()) == ("stdout is lost: Bad file descriptor", "done")
 
 
+@pytest.mark.slow
 def test_a_stream_that_takes_all_is_left_as_it_is(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -67,6 +67,7 @@ def test_the_interval_holds_new_means_as_often_as_it_says(gate):
     assert inside / tries == pytest.approx(0.95, abs=0.012)
 
 
+@pytest.mark.slow
 def test_success_may_rise_and_time_may_fall(gate):
     for found in (RUNS, shifted(sampled=15), shifted(end_s=-200, first_step_s=-20)):
         rows, worse = gate.compare(RECORD, found, HERE)
@@ -176,6 +177,7 @@ def test_the_record_of_the_project_can_be_read_where_there_is_one(gate):
         )
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_end_is_ended_and_said(gate, tmp_path):
     """The deadline holds, nothing of the run stays, and the message names the option."""
     log = tmp_path / "log"

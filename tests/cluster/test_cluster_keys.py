@@ -151,6 +151,7 @@ def test_a_host_that_is_about_to_leave_gets_no_other_key_when_its_engine_starts_
     assert set(known.generate(["node-0", "node-1"]).hosts) == {"node-0"}
 
 
+@pytest.mark.slow
 def test_a_key_that_is_taken_away_while_the_file_is_read_anew_stays_away():
     """The endpoint reads it on threads of its own."""
     known = KnownHosts(None)

@@ -148,6 +148,7 @@ def test_a_silent_host_is_found_lost_after_this_process_was_paused(
     assert lost
 
 
+@pytest.mark.slow
 def test_who_comes_when_the_door_closes_is_not_welcomed(opened: OpenEndpoint):
     """It was, and never told that the run was over: it took the launcher for lost nine seconds
     later."""

@@ -441,6 +441,7 @@ def test_a_host_is_removed_while_files_come(bench: Bench, monkeypatch: pytest.Mo
     assert "start" not in bench.heard_until(agent, "leave")
 
 
+@pytest.mark.slow
 def test_a_removed_host_that_does_not_say_how_its_workers_end_is_sent_away(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ):

@@ -76,6 +76,7 @@ def test_every_row_comes_once_an_epoch_in_an_order_of_the_seed(demos):
     assert [item.id for item in again.next_batch(5)] == epochs[1]
 
 
+@pytest.mark.slow
 def test_the_masters_side_needs_no_torch():
     import subprocess
 

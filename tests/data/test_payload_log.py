@@ -21,6 +21,7 @@ def path(folder, segment):
     return folder / f"payload-{segment:06d}.log"
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     batches=st.lists(st.lists(FRAMES, max_size=4), max_size=6),

@@ -220,6 +220,7 @@ async def test_what_calls_computed_of_a_sample_stays_when_it_came_here_for_nothi
     assert not bench.store.has("s", "packed_input_ids") and not bench.dataset._stored
 
 
+@pytest.mark.slow
 async def test_trouble_with_the_master_is_tried_again(bench):
     bench.master.troubles = [TimeoutError("late"), TimeoutError("later")]
     await bench.push(group("s"))
@@ -228,6 +229,7 @@ async def test_trouble_with_the_master_is_tried_again(bench):
     assert bench.dataset.counts["notify_retries"] == 2
 
 
+@pytest.mark.slow
 async def test_an_unexpected_error_surfaces(bench):
     bench.master.troubles = [KeyError("what")]
     producer = bench.producer()
@@ -311,6 +313,7 @@ class Crash(Exception):
     """The model worker dies while it talks to the master."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 async def test_deaths_at_any_point_lose_nothing_and_accept_nothing_twice(bench, seed):
     random = Random(seed)

@@ -227,6 +227,7 @@ async def test_what_must_not_be_put_or_added() -> None:
         make(max_size=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [24, None])
 async def test_ids_of_samples_that_left_are_known_up_to_a_bound(
     monkeypatch: pytest.MonkeyPatch, bound

@@ -248,6 +248,7 @@ async def test_a_source_without_the_key_is_named(tmp_path: Path) -> None:
         await bench.run(1)
 
 
+@pytest.mark.slow
 async def test_a_stall_names_what_is_missing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -272,6 +273,7 @@ async def test_a_stall_names_what_is_missing(
     )
 
 
+@pytest.mark.slow
 async def test_a_pause_before_a_step_does_not_hide_its_stalls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,6 +301,7 @@ async def test_what_is_at_work_is_no_stall_however_long_it_takes(
     assert "nothing moved" in caplog.text, "a person hears of it all the same"
 
 
+@pytest.mark.slow
 async def test_recovery_continues_bit_identically(tmp_path: Path) -> None:
     whole = await Bench(tmp_path, ONE).run(5)
     first = Bench(tmp_path, ONE)
@@ -390,6 +393,7 @@ async def test_the_bound_and_the_end_of_the_source_end_the_replacement(
     assert [r.id for r in bench.source.recorded] == [f"t{i}" for i in range(6 if kept else 5)]
 
 
+@pytest.mark.slow
 async def test_a_run_that_goes_on_replaces_the_same_groups(tmp_path: Path) -> None:
     def bench() -> Bench:
         made = Bench(tmp_path, ONE, resample=1.0)
@@ -431,6 +435,7 @@ async def test_freeing_tensors_does_not_wait_for_a_long_call(tmp_path: Path) -> 
         saving.cancel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped_in", ["gen", "ref", "rew"])
 async def test_a_step_that_is_broken_off_before_it_trains_is_repeated_to_the_bit(
     tmp_path: Path, stopped_in: str

@@ -212,6 +212,7 @@ def test_interfaces_hear_of_a_complete_checkpoint_if_they_want_to(tmp_path: Path
     assert told == ["committed"] * 2, "once for each call that has the interface"
 
 
+@pytest.mark.slow
 def test_state_is_saved_and_restored(tmp_path: Path) -> None:
     first = Host(tmp_path)
     second = Host(tmp_path)
@@ -298,6 +299,7 @@ def test_a_call_that_nobody_waits_for_is_not_made(tmp_path: Path) -> None:
     assert not bench.store.has("s1", "result")
 
 
+@pytest.mark.slow
 def test_checkpoints_and_exports_carry_digests_and_another_weight_than_was_saved_is_not_restored(
     tmp_path: Path,
 ) -> None:

@@ -241,6 +241,7 @@ async def test_a_model_that_is_cut_scores_together_and_one_rank_keeps_the_output
     assert [len(r.calls) for r in bench.ranks.values()] == [3] * 3
 
 
+@pytest.mark.slow
 async def test_the_rank_that_failed_is_named_and_not_those_that_lost_it(tmp_path: Path) -> None:
     bench = Bench(tmp_path, Parallel(dp=3))
 

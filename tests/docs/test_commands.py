@@ -237,7 +237,7 @@ def only_parse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess.Popen, "__init__", lambda *_, **__: pytest.fail("it was run"))
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_command_of_a_page_is_understood(

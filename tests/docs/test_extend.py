@@ -336,6 +336,7 @@ def test_the_scheduler_pins_its_workers_and_reports_their_ends(tmp_path: Path) -
     assert sorted(os.sched_getaffinity(0)) == mine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -406,6 +407,7 @@ def test_the_advantage_is_what_its_page_says() -> None:
 # ---- agent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "max_turns", "speech", "status", "reward", "turns"),
     [

@@ -48,6 +48,7 @@ TO_BE_WRITTEN = {"realhf.backends.bigram_generation"}
 """Modules that a page of ``docs/extend/`` tells its reader to add."""
 
 
+@pytest.mark.slow
 def test_every_citation_names_a_section_of_the_reference() -> None:
     """A citation in code or tests is a file of the reference and sections that it has."""
     found = 0

@@ -152,6 +152,7 @@ def test_learnability_weights() -> None:
     assert curriculum.weight(1) == pytest.approx(expected * (1 - expected) + 0.02)
 
 
+@pytest.mark.slow
 def test_learnability_tries_everything_first_and_then_what_can_be_learned() -> None:
     curriculum = LearnabilityCurriculum(3, TrainingTasks(tags=["starter"]))
     starters = {template.task_id for template in load_templates(tags=["starter"])}
@@ -333,6 +334,7 @@ def test_wrong_arguments() -> None:
         make_curriculum("priority", 0, TrainingTasks(["expert"], ["starter"]))
 
 
+@pytest.mark.slow
 def test_concurrent_records_are_all_counted() -> None:
     curriculum = make_curriculum("priority", 0, TrainingTasks())
     with ThreadPoolExecutor(8) as threads:

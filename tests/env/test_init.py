@@ -67,6 +67,7 @@ def test_the_lines_for_another_folder_find_their_files(
     assert load_agent(agent).__module__
 
 
+@pytest.mark.slow
 async def test_the_agent_plays_as_it_would_in_a_run(tmp_path: Path) -> None:
     """With the session and the endpoint of a run, up to its end and to a limit. It was written for
     another contract once, which its own tests stood in for."""

@@ -83,6 +83,7 @@ expressions = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(expressions)
 def test_an_expression_comes_to_what_python_says(text: str):
     """Random expressions, with every number they need in the pool: the same exact fraction, or a
@@ -98,6 +99,7 @@ def test_an_expression_comes_to_what_python_says(text: str):
     assert found.operations == len(expected[1]) - 1
 
 
+@pytest.mark.slow
 @given(expressions, st.data())
 def test_a_number_too_few_is_refused(text: str, data: st.DataObject):
     """Without one of the numbers that an expression uses, it is refused."""
@@ -110,6 +112,7 @@ def test_a_number_too_few_is_refused(text: str, data: st.DataObject):
         evaluate(text, less)
 
 
+@pytest.mark.slow
 @given(st.text(alphabet="0123456789+-*/()=, \n", max_size=30), st.lists(numbers, max_size=5))
 def test_random_text_is_accepted_only_as_python_would(text: str, pool: list[int]):
     """Any text is refused or evaluated. One expression without a stated value is evaluated as
@@ -125,6 +128,7 @@ def test_random_text_is_accepted_only_as_python_would(text: str, pool: list[int]
         assert not Counter(expected[1]) - Counter(pool)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=6), st.randoms(use_true_random=False))
 def test_a_chain_of_steps_comes_to_what_its_nested_form_does(pool: list[int], rng):
     """Steps that hand their values on equal the one expression in which every value is replaced by

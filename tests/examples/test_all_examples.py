@@ -99,6 +99,7 @@ def test_a_trainer_of_ones_own_learns_from_the_server():
     assert len(means) == 15 and means[0] < 0.13 and means[-1] > 0.2, means
 
 
+@pytest.mark.slow
 async def test_the_black_box_agent_plays_an_episode_and_corrects_itself():
     """It asks again when no command was said, shows the model what a command printed, and ends with
     the environment."""
@@ -123,6 +124,7 @@ async def test_the_black_box_agent_plays_an_episode_and_corrects_itself():
     assert outcome.status == "achieved" and outcome.reward == 1.0
 
 
+@pytest.mark.slow
 async def test_the_black_box_agent_stops_at_a_limit():
     """An episode that ran out of turns is valid data; the refusal of a third turn is not a fault of
     the agent."""

@@ -96,7 +96,7 @@ def test_a_served_teacher_is_asked_by_the_worker_of_the_actor(tiny_policy: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "told"),
     [

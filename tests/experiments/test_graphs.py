@@ -43,6 +43,7 @@ def spec(*arguments: str) -> ExperimentSpec:
     return built(*arguments).spec
 
 
+@pytest.mark.slow
 def test_grpo_has_all_four_calls_and_two_may_overlap():
     levels = built("experiment=grpo_aws").graph.topological_levels()
     assert levels == [["actor_gen"], ["ref_inf", "rew_inf"], ["actor_train"]]
@@ -70,6 +71,7 @@ def test_workers_that_share_the_actor_share_the_sessions_of_the_environment():
     assert streamed is not None and streamed.sessions == 16 // streamed.options.n_rollout_workers
 
 
+@pytest.mark.slow
 def test_a_reference_that_plays_elsewhere_shares_the_sessions_with_the_evaluation() -> None:
     """Its workers had as many as there are, and the one that evaluates as many again."""
     config = dpo.config_class("aws")(experiment="dpo")
@@ -214,6 +216,7 @@ def test_the_train_call_divides_by_what_was_checked(experiment: str, divisor: in
         built(f"experiment={experiment}", "ppo.loss_scale_len=99")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", ["grpo_aws", "grpo_aws_async", "grpo_stream_http"])
 def test_the_reference_scores_trainable_tokens_only(experiment: str):
     assert set(built(f"experiment={experiment}").graph["ref_inf"].input_keys) == {
@@ -405,6 +408,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "demonstrations", "policy"),
     [

@@ -30,6 +30,7 @@ def built(*arguments: str) -> BuiltExperiment:
     return build_experiment(composed)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", ["aws", "countdown"])
 def test_six_calls_of_which_three_and_two_may_overlap(environment: str) -> None:
@@ -98,6 +99,7 @@ def test_what_the_critic_cannot_recompute_a_call_computes() -> None:
         )
 
 
+@pytest.mark.slow
 def test_asynchronously_the_critic_stays_at_the_trainer() -> None:
     made = built("experiment=ppo_async", "env=countdown")
     assert made.graph.topological_levels() == [
@@ -109,7 +111,7 @@ def test_asynchronously_the_critic_stays_at_the_trainer() -> None:
     assert options.use_decoupled_loss and options.prox_logp_method == "recompute"
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),

@@ -34,7 +34,7 @@ def first_policy(*arguments: str) -> Path | None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "arguments", [(), ("seed=7",), ("total_train_steps=3", "actor.optimizer.lr=1e-4")]
 )

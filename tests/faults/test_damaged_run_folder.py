@@ -110,6 +110,7 @@ def digests(data: dict[str, bytes]) -> set[str]:
     return {hashlib.sha256(text).hexdigest() for text in data.values()}
 
 
+@pytest.mark.sampled(1)
 def test_every_file_of_a_run_folder_has_a_kind(scene: Scene) -> None:
     """A new kind of file is noticed here: say in ``run_folders`` whether a resume reads it."""
     kinds = {str(name): kind_of(str(name)) for name in scene.files}

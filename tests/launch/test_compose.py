@@ -38,6 +38,7 @@ def errors(capsys, *arguments):
     return "\n".join(line.removeprefix("config error: ") for line in lines)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
@@ -85,7 +86,7 @@ def test_mistakes_in_names_and_types(capsys, arguments, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "mistakes",
     [
@@ -407,6 +408,7 @@ def test_without_tags_the_starter_tasks_are_trained_on_where_every_tier_has_some
         assert len(played.tasks(split).group_of) == 39
 
 
+@pytest.mark.slow
 def test_all_problems_are_listed_at_once(capsys):
     text = errors(
         capsys, "experiment=grpo_aws", "total_train_steps=0", "gen.top_p=0.9", "actor.dtype=float8"
@@ -563,6 +565,7 @@ def test_learning_rates_of_the_built_in_policy_are_not_those_of_other_models(tin
     )
 
 
+@pytest.mark.slow
 def test_values_arrive_with_their_types():
     composed = compose_config(
         ["experiment=sft_aws", "env.tiers=[warmup]", "seed=3", "warm_start.cache_dir=null"]
@@ -575,7 +578,7 @@ def test_values_arrive_with_their_types():
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("group", "choice"), [(g, c) for g in ("model", "env", "scheduler") for c in list_choices(g)]
 )
@@ -662,6 +665,7 @@ def test_an_experiment_file_of_the_user_brings_its_yaml_and_its_mistakes(tmp_pat
         compose_config([f"experiment_path={tmp_path / 'mine.py'}"])
 
 
+@pytest.mark.slow
 def test_an_error_in_an_experiment_file_shows_its_line(tmp_path, capsys):
     (tmp_path / "wrong.py").write_text("\ndef build(config):\n    return config.nothing\n")
     assert "wrong.py, line 3" in errors(capsys, f"+experiment_path={tmp_path / 'wrong.py'}")

@@ -172,6 +172,7 @@ def test_a_mistake_beside_help_is_told(capsys):
     assert "did you mean 'sft_aws'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_general_help_says_whose_the_other_sections_are(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
@@ -269,6 +270,7 @@ def test_a_choice_of_which_nothing_is_read(configs):
         build(configs, "experiment=sft_aws", "model=streamed")
 
 
+@pytest.mark.slow
 def test_a_choice_about_one_section_of_which_nothing_is_read(configs):
     (configs / "env" / "aws.yaml").write_text("pool_size: 4\ntiers: [warmup]\n")
     with pytest.raises(
@@ -278,7 +280,7 @@ def test_a_choice_about_one_section_of_which_nothing_is_read(configs):
         build(configs, "experiment=grpo_stream_http", "actor.path=owner/name", "env=aws")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", experiment_names())
 def test_what_is_shipped_has_effect(experiment):

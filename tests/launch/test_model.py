@@ -61,6 +61,7 @@ def test_episodes_longer_than_the_context_are_refused(tmp_path):
     assert problems(folder_of(tmp_path, **windowed), total=4096) == [], "a window is no bound"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["={enable_thinking:false}", ".enable_thinking=false"])
 def test_variables_can_be_set_on_the_command_line(option):
     given = ["experiment=grpo_aws", "actor.path=owner/name", f"actor.chat_template_kwargs{option}"]
@@ -68,6 +69,7 @@ def test_variables_can_be_set_on_the_command_line(option):
     assert spec.models["actor"].chat_template_kwargs == {"enable_thinking": False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", ["grpo_aws", "grpo_aws_async", "sft_aws"])
 def test_the_qwen3_configuration_does_not_think_anywhere(experiment):
     spec = build_experiment(compose_config([f"experiment={experiment}", "model=qwen3_0_6b"])).spec
@@ -265,6 +267,7 @@ def test_tokenizer_and_weights_must_have_the_vocabulary_of_the_model(tmp_path):
         assert problems(folder) == []
 
 
+@pytest.mark.slow
 def test_the_folder_of_the_pretrained_model_is_no_hub_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = compose_config(["experiment=grpo_aws", "model=smollm2_135m"]).config.actor.path
@@ -390,6 +393,7 @@ def test_a_backend_that_trains_all_weights_and_a_missing_package_are_refused(mon
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("experiment", "options", "said"),
     [

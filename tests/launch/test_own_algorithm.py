@@ -101,6 +101,7 @@ def test_a_mistake_is_refused_with_the_text_of_the_option(
     assert f"config error: {said}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "said"),
     [("{focsu: 1}", "did you mean 'algorithm.focus'?"), ("{focus: -1}", "must be between 0 and 5")],
@@ -116,11 +117,13 @@ def test_a_mistake_in_its_yaml_is_refused_too(folder: Path, capsys, text: str, s
         yaml.write_text(before)
 
 
+@pytest.mark.slow
 def test_it_is_in_order_as_it_is(folder: Path):
     """What is refused elsewhere is refused for its mistake."""
     assert main(arguments(folder, "mode=check")) == 0
 
 
+@pytest.mark.slow
 def test_its_options_are_in_its_help_with_the_values_of_its_yaml(folder: Path, capsys):
     assert main([f"+experiment_path={folder / 'focal.py'}", "--help"]) == 0
     shown = capsys.readouterr().out

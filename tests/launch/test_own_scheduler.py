@@ -71,6 +71,7 @@ def test_it_starts_the_processes_of_a_run_as_its_options_say(folder: Path):
     assert "copies: 2" in (run / "config.yaml").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "said"),
     [

@@ -131,6 +131,7 @@ def launched(tmp_path: Path, name: str, *more: str) -> list[str]:
     return [*given, "rollout.max_total_tokens=8192", *more]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "more", "refusal"),

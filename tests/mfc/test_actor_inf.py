@@ -17,6 +17,7 @@ def expected_of(sample, logprobs):
     )
 
 
+@pytest.mark.slow
 def test_sampled_tokens_are_scored_at_the_training_temperature(bench, expected_logprobs):
     sample = random_tokens(GROUPS)
     outputs, stats = bench.run("actor_inf", sample, step=3)

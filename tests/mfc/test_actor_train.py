@@ -130,6 +130,7 @@ def test_two_steps_are_those_of_plain_torch(fresh, policy, train_sample):
     assert moved > 50 * 2e-5, "the steps are far larger than what they may differ by"
 
 
+@pytest.mark.slow
 def test_statistics_of_a_step(fresh, train_sample):
     stats = fresh.run("actor_train", train_sample()).stats
     names = (
@@ -157,6 +158,7 @@ def test_a_step_depends_on_its_batch_and_not_on_who_held_it(fresh, train_sample)
     assert again == stats and all(torch.equal(one[name], two[name]) for name in two)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "words"),
@@ -192,6 +194,7 @@ def test_a_bad_input_is_one_error_changes_nothing_and_the_next_call_is_served(
     assert fresh.run("actor_train", train_sample(4)).stats["n_updates"] == 1
 
 
+@pytest.mark.slow
 def test_a_key_that_its_owner_does_not_have_is_named(fresh, train_sample):
     assert "does not hold rewards of g" in fresh.error_of(
         "actor_train", train_sample(4), lost="rewards"

@@ -221,6 +221,7 @@ def test_lines_stand_behind_the_seconds_of_the_run(monkeypatch):
     assert 0 <= float(console.file.getvalue().split()[0]) < 1000
 
 
+@pytest.mark.slow
 def test_a_run_log_holds_no_rows_in_memory(tmp_path: Path):
     with Path(os.devnull).open("w") as nowhere:
         log = RunLog(tmp_path, quiet(), EventStream(nowhere), completed_steps=0, total_steps=60)

@@ -140,6 +140,7 @@ def test_a_span_that_fails_is_recorded_and_raises(tmp_path: Path):
     ]
 
 
+@pytest.mark.slow
 def test_every_thread_has_its_line_and_loses_nothing(tmp_path: Path):
     with writer(tmp_path, "generation/0") as tracer:
 
@@ -180,6 +181,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_what_was_written_outlives_a_kill_and_the_next_process_goes_on(tmp_path: Path):
     path = trace_path(tmp_path, "rollout_worker/0")
     child = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE)

@@ -66,6 +66,7 @@ def test_any_of_the_names_is_found(folder: Path, name: str) -> None:
     assert make(folder, *SHOW).stdout.strip() == name
 
 
+@pytest.mark.slow
 def test_one_that_is_too_old_is_passed_over(folder: Path) -> None:
     """A name that is there but does not answer (a version manager's shim, an old python3) is not
     taken."""

@@ -93,6 +93,7 @@ def test_a_python_without_the_packages_ends_in_one_line() -> None:
         assert "activate" in line or Path(sys.prefix).resolve() == (ROOT / ".venv").resolve()
 
 
+@pytest.mark.slow
 def test_the_remedy_is_what_the_checkout_has(tmp_path: Path) -> None:
     """An environment that is there is to be activated, else it is made first."""
     for name in ("realhf", "setup.py"):
@@ -109,6 +110,7 @@ def test_the_remedy_is_what_the_checkout_has(tmp_path: Path) -> None:
     assert there.endswith(f"; activate the environment of this checkout: source {activate}\n")
 
 
+@pytest.mark.slow
 def test_other_errors_and_programs_of_others_keep_their_tracebacks() -> None:
     """Only packages of others are explained, and only where a module of this project is the
     program."""

@@ -80,6 +80,7 @@ async def play(
         await agent.close()
 
 
+@pytest.mark.slow
 async def test_the_opening_of_the_environment_is_what_the_agent_finds() -> None:
     found: list[Any] = []
 
@@ -102,6 +103,7 @@ async def test_the_opening_of_the_environment_is_what_the_agent_finds() -> None:
     assert found == [({"n": 7}, told, TOOLS, "task 7", "t", "g", 3)]
 
 
+@pytest.mark.slow
 async def test_a_completion_reaches_the_environment_as_the_policy_said_it() -> None:
     """With its reasoning, its sampled tokens and the call that could not be read; the ids of the
     others are those that the agent was given."""
@@ -139,6 +141,7 @@ async def test_a_completion_reaches_the_environment_as_the_policy_said_it() -> N
     assert outcome.reward == 0.75 and outcome.status == "finished"
 
 
+@pytest.mark.slow
 async def test_calls_of_the_agents_own_are_read_and_bad_ones_reach_the_environment_with_the_reason() -> (
     None
 ):
@@ -166,6 +169,7 @@ async def test_calls_of_the_agents_own_are_read_and_bad_ones_reach_the_environme
     assert [bool(call.problem) for call in calls] == [False, False, True, True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("message", "words"),
     [
@@ -194,6 +198,7 @@ async def test_what_is_no_message_ends_the_episode_as_the_agents_fault(
     assert outcome.status == "agent" and words in outcome.message and not env.heard, outcome.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [SystemExit(1), asyncio.CancelledError()])
 async def test_an_agent_that_exits_or_cancels_itself_ends_its_own_episode_alone(
     error: BaseException,
@@ -204,6 +209,7 @@ async def test_an_agent_that_exits_or_cancels_itself_ends_its_own_episode_alone(
     assert (await play(Listener(), agent, FakeTokens(lambda _: "hm"))).status == "agent"
 
 
+@pytest.mark.slow
 async def test_an_episode_that_is_cancelled_from_outside_stays_cancelled() -> None:
     begun = asyncio.Event()
 
@@ -218,6 +224,7 @@ async def test_an_episode_that_is_cancelled_from_outside_stays_cancelled() -> No
         await playing
 
 
+@pytest.mark.slow
 async def test_what_an_agent_leaves_running_does_not_reach_the_environment_any_more() -> None:
     """One step is under way when the agent returns, and one comes after; the slot is another
     episode's by then."""

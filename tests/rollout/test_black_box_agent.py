@@ -62,6 +62,7 @@ async def play(
         assert 2 in tokens.freed or not tokens.requests
 
 
+@pytest.mark.slow
 async def test_every_conversation_of_an_agent_is_a_trajectory(fake: FakeEnvServer) -> None:
     """With one reward for all, or with one for each that the agent names by its completions."""
     kept: dict[str, float] = {}
@@ -93,6 +94,7 @@ def commands(prompt: str) -> str:
     return ("hm", "aws s3 ls", "aws s3api list-buckets")[min(2, prompt.count("<|user|>") - 1)]
 
 
+@pytest.mark.slow
 async def test_the_example_plays_an_episode(fake: FakeEnvServer) -> None:
     tokens = FakeTokens(commands)
     outcome = await play(fake, load_agent("experiments.openai_agent:rollout"), tokens)
@@ -109,6 +111,7 @@ async def test_the_example_plays_an_episode(fake: FakeEnvServer) -> None:
     assert {request.seed for request in tokens.requests} == {5} and outcome.timings["branches"] == 1
 
 
+@pytest.mark.slow
 async def test_a_lost_environment_is_resumed_behind_the_agents_back() -> None:
     lost = iter([None, None, "drop"])
     with FakeEnvServer(lambda number, message: next(lost, None)) as server:
@@ -116,6 +119,7 @@ async def test_a_lost_environment_is_resumed_behind_the_agents_back() -> None:
         assert outcome.status == "achieved" and server.connections == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("trick", "status"), [("drop", "lost"), ("error", "internal")])
 async def test_a_failed_environment_is_no_reward_even_if_the_agent_says_so(
     trick: str, status: str
@@ -143,6 +147,7 @@ async def ask(base_url: str, words: str = "task") -> httpx.Response:
         return await http.post(f"{base_url}/chat/completions", json=body)
 
 
+@pytest.mark.slow
 async def test_the_agents_own_reward_wins(fake: FakeEnvServer) -> None:
     async def returns(task: Any, base_url: str, session: AgentSession) -> float:
         await ask(base_url)
@@ -160,6 +165,7 @@ async def test_the_agents_own_reward_wins(fake: FakeEnvServer) -> None:
     assert (second.status, second.reward) == ("finished", -1.0)
 
 
+@pytest.mark.slow
 async def test_an_agent_that_fails_fails_alone(fake: FakeEnvServer) -> None:
     async def raises(task: Any, base_url: str, session: AgentSession) -> None:
         await ask(base_url)
@@ -190,6 +196,7 @@ async def test_an_agent_that_fails_fails_alone(fake: FakeEnvServer) -> None:
         )
 
 
+@pytest.mark.slow
 async def test_an_engine_that_fails_is_named_and_a_limit_is_no_failure(fake: FakeEnvServer) -> None:
     tokens = FakeTokens(commands)
     tokens.fail = 99
@@ -204,6 +211,7 @@ async def test_an_engine_that_fails_is_named_and_a_limit_is_no_failure(fake: Fak
     assert chatty.out_of_turns
 
 
+@pytest.mark.slow
 async def test_a_failed_engine_is_the_policys_until_a_later_turn_succeeds(
     fake: FakeEnvServer,
 ) -> None:
@@ -245,6 +253,7 @@ async def test_a_failed_engine_is_the_policys_until_a_later_turn_succeeds(
     assert outcome.status == "policy", "a turn that was asked for before mends nothing"
 
 
+@pytest.mark.slow
 async def test_a_limit_excuses_its_own_exception_alone(fake: FakeEnvServer) -> None:
     """An error of the agent after a refused turn is its own; a refusal counts whatever client
     raises it, also behind another exception. An agent that goes on after a refusal was not cut."""
@@ -323,6 +332,7 @@ async def test_a_reward_may_be_any_number(fake: FakeEnvServer) -> None:
         assert outcome.status == "agent" and "is not a reward" in outcome.message
 
 
+@pytest.mark.slow
 async def test_after_the_end_nothing_is_executed(fake: FakeEnvServer) -> None:
     async def eager(task: Any, base_url: str, session: AgentSession) -> None:
         await ask(base_url)

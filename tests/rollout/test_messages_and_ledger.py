@@ -155,6 +155,7 @@ def rendered(
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(

@@ -47,6 +47,7 @@ def outcomes(session: OpenAiSession, reward: float | None = 1.0) -> list[Rollout
     return session.outcomes(Ending("finished", reward))
 
 
+@pytest.mark.slow
 async def test_a_conversation_keeps_the_ids_that_were_sampled(endpoint: Endpoint) -> None:
     tokens = FakeTokens(heard)
     async with served(endpoint, tokens) as (server, session, client):
@@ -115,6 +116,7 @@ async def test_an_unfinished_turn_is_ended_and_parts_are_joined(endpoint: Endpoi
     assert outcome.versions[: len(first)] == [1, 1, 2, 2, 3][: len(first)]
 
 
+@pytest.mark.slow
 async def test_streaming_logprobs_and_usage(endpoint: Endpoint) -> None:
     async with served(endpoint, FakeTokens(heard)) as (_, session, client):
         stream = await client.chat.completions.create(
@@ -172,6 +174,7 @@ async def test_a_stream_that_is_left_counts_as_a_turn(endpoint: Endpoint) -> Non
     assert [turn.text for turn in outcome.turns] == ["aws 1"] and outcome.valid
 
 
+@pytest.mark.slow
 async def test_what_leaves_a_conversation_is_a_trajectory_of_its_own(endpoint: Endpoint) -> None:
     tokens = FakeTokens(heard)
     async with served(endpoint, tokens) as (_, session, client):
@@ -215,6 +218,7 @@ async def test_requests_at_once_do_not_share_a_row(endpoint: Endpoint) -> None:
         )
 
 
+@pytest.mark.slow
 async def test_a_reported_reward_ends_the_session(endpoint: Endpoint) -> None:
     tokens = FakeTokens(heard)
     async with served(endpoint, tokens) as (server, session, client), plain_http() as http:
@@ -237,6 +241,7 @@ async def test_a_reported_reward_ends_the_session(endpoint: Endpoint) -> None:
     assert tokens.freed == [3]
 
 
+@pytest.mark.slow
 async def test_an_engine_that_fails_is_no_turn(endpoint: Endpoint) -> None:
     tokens = FakeTokens(heard)
     tokens.fail = 1
@@ -292,6 +297,7 @@ async def test_a_client_that_goes_away_stops_the_sampling(endpoint: Endpoint) ->
         assert not session.ledger.turns and await say(client, [USER]) == "aws 1"
 
 
+@pytest.mark.slow
 async def test_limits_are_told_in_the_words_of_the_api(endpoint: Endpoint) -> None:
     async with served(endpoint, FakeTokens(heard)) as (_, session, client):
         first = {"role": "assistant", "content": await say(client, [USER])}
@@ -324,6 +330,7 @@ async def test_a_session_may_have_fewer_turns_than_the_others(endpoint: Endpoint
         )
 
 
+@pytest.mark.slow
 async def test_turns_under_way_count_to_the_limit(endpoint: Endpoint) -> None:
     """Of several that are asked for at once too; one that fails leaves its place to another."""
     tokens = FakeTokens(heard)
@@ -395,6 +402,7 @@ BAD: list[tuple[Any, int]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 async def test_bad_requests_are_refused_and_harm_nothing(endpoint: Endpoint) -> None:
     async with (
         served(endpoint, FakeTokens(heard)) as (server, session, client),
@@ -449,6 +457,7 @@ async def test_bad_requests_are_refused_and_harm_nothing(endpoint: Endpoint) -> 
         assert len(session.ledger.branches) == 1
 
 
+@pytest.mark.slow
 async def test_what_is_not_served_is_refused_in_the_words_of_the_api(endpoint: Endpoint) -> None:
     """The ``openai`` package showed nothing but a status for what the framework answers."""
     async with (

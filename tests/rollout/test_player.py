@@ -149,6 +149,7 @@ def test_lockstep_batches_depend_on_nothing_but_what_is_said() -> None:
     assert [len(batch) for batch in found[0]] == [3, 3, 3, 3, 3, 3, 2, 2, 2]
 
 
+@pytest.mark.slow
 def test_in_free_play_a_slow_environment_holds_up_only_its_own_episode() -> None:
     def slow(env: Scripted) -> Any:
         return "hang" if env.seed == 0 else None
@@ -180,6 +181,7 @@ def test_an_error_of_the_engine_is_raised_and_the_player_goes_on() -> None:
     blocking.close()
 
 
+@pytest.mark.slow
 def test_an_environment_that_blocks_the_loop_is_named_with_its_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

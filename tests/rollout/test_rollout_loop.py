@@ -184,6 +184,7 @@ async def test_what_fails_ends_its_attempt_and_the_loop_goes_on(scene: Any) -> N
     assert "too many keys" in run.master.rejected["odd"][1]
 
 
+@pytest.mark.slow
 async def test_shares_of_an_evaluation_are_played_beside_samples_and_the_master_is_told(
     scene: Any,
 ) -> None:
@@ -203,6 +204,7 @@ async def test_shares_of_an_evaluation_are_played_beside_samples_and_the_master_
     assert sorted(run.stream.pushed) == ["better", "good"] and max(run.master.asked) == 2
 
 
+@pytest.mark.slow
 async def test_a_sample_has_a_deadline_and_its_player_plays_the_next_one(scene: Any) -> None:
     run = scene("slow", "good", players=1, deadline_s=0.2)
     await run.run()
@@ -303,6 +305,7 @@ class Kept:
         raise AssertionError("nothing is trained here")
 
 
+@pytest.mark.slow
 async def test_every_rollout_is_kept_whole_also_of_a_group_that_is_refused_or_too_late() -> None:
     hang = [False]
     kept = Kept()
@@ -411,6 +414,7 @@ async def test_what_a_failed_rollout_means_is_the_policys_affair() -> None:
     assert failed.value.outcome == "engine_error" and len(tokens.requests) == N, "no second attempt"
 
 
+@pytest.mark.slow
 async def test_after_a_deadline_the_same_slots_play_the_next_sample() -> None:
     hang = ["hang"]
 
@@ -425,6 +429,7 @@ async def test_after_a_deadline_the_same_slots_play_the_next_sample() -> None:
     await one.close()
 
 
+@pytest.mark.slow
 async def test_a_service_that_comes_back_is_waited_for() -> None:
     away = asyncio.Event()
 

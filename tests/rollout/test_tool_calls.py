@@ -103,6 +103,7 @@ def rewritten(message: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": message.content or "", "tool_calls": calls}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resent", [as_sent, with_nulls, rewritten])
 async def test_a_conversation_with_tools_keeps_the_ids_that_were_sampled(
     server: Any, resent: Any
@@ -157,6 +158,7 @@ def edited(change: str, message: Any) -> dict[str, Any]:
     return body
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["arguments", "name", "id", "content", "more", "tools"])
 async def test_what_was_not_said_like_that_is_another_conversation(
     server: Any, change: str
@@ -173,6 +175,7 @@ async def test_what_was_not_said_like_that_is_another_conversation(
         assert len(session.ledger.branches) == 2 and len(first.marks) == 2
 
 
+@pytest.mark.slow
 async def test_calls_are_streamed(server: Any) -> None:
     async with agent(server, FakeTokens(speaks)) as (session, ask):
         first = (await ask([USER])).choices[0].message
@@ -194,6 +197,7 @@ async def test_calls_are_streamed(server: Any) -> None:
         assert len(session.ledger.branches) == 1
 
 
+@pytest.mark.slow
 async def test_a_call_that_cannot_be_read_is_content(server: Any) -> None:
     for text, content in ((BROKEN, BROKEN), (f"{call_text(1)} or {BROKEN}", f"or\n{BROKEN}")):
         async with agent(server, FakeTokens(lambda _, text=text: text)) as (session, ask):
@@ -210,6 +214,7 @@ async def test_a_turn_that_is_cut_says_so(server: Any) -> None:
         assert reply.finish_reason == "length" and len(reply.message.tool_calls) == 1
 
 
+@pytest.mark.slow
 async def test_without_tools_or_with_the_choice_none_calls_are_text(server: Any) -> None:
     async with agent(server, FakeTokens(speaks)) as (session, ask):
         for more in ({"tools": openai.NOT_GIVEN}, {"tool_choice": "none"}):
@@ -253,6 +258,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 async def test_what_is_not_supported_is_refused_by_name(server: Any) -> None:
     async with agent(server, FakeTokens(speaks)) as (session, ask):
         for body, words in BAD:
@@ -262,6 +268,7 @@ async def test_what_is_not_supported_is_refused_by_name(server: Any) -> None:
         assert not session.ledger.turns
 
 
+@pytest.mark.slow
 async def test_every_conversation_is_a_trajectory_with_its_own_reward(server: Any) -> None:
     async with agent(server, FakeTokens(speaks)) as (session, ask):
         planner = await ask([USER])
@@ -293,6 +300,7 @@ async def test_every_conversation_is_a_trajectory_with_its_own_reward(server: An
         assert len(failed) == 3 and {outcome.reward for outcome in failed} == {None}
 
 
+@pytest.mark.slow
 async def test_rewards_of_conversations_are_reported_over_http(server: Any) -> None:
     endpoint, http = server
     async with agent(server, FakeTokens(speaks)) as (session, ask):
@@ -390,6 +398,7 @@ async def test_a_template_without_tools_refuses_them_in_words_of_the_api() -> No
     assert refused.value.status == 400 and not ledger.slots
 
 
+@pytest.mark.slow
 def test_a_call_without_an_id_is_refused():
     """An empty id would give every later message without one the name of that tool."""
     call = {"type": "function", "function": {"name": "look", "arguments": "{}"}}

@@ -119,6 +119,7 @@ def test_a_killed_worker_is_seen_at_once(tmp_path, modules, scheduler):
     assert exit_.reason == "killed by SIGKILL"
 
 
+@pytest.mark.slow
 def test_a_frozen_worker_is_killed_with_what_it_has_started_and_the_cause_is_told(
     tmp_path, modules, scheduler
 ):
@@ -138,6 +139,7 @@ def test_a_frozen_worker_is_killed_with_what_it_has_started_and_the_cause_is_tol
     scheduler.kill("starter/0", "it has ended")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("niceness", [0, 7])
 def test_a_worker_steps_back_with_its_session_and_what_it_starts_in_another(
     tmp_path, modules, scheduler, niceness
@@ -151,6 +153,7 @@ def test_a_worker_steps_back_with_its_session_and_what_it_starts_in_another(
         assert weighed == [mine + niceness if niceness else 0, mine + niceness]
 
 
+@pytest.mark.slow
 def test_stop_kills_what_ignores_sigterm_with_descendants_in_other_sessions(tmp_path, modules):
     modules("stubborn", STUBBORN)
     scheduler = LocalScheduler()
@@ -216,6 +219,7 @@ def test_stop_lets_a_worker_leave_through_its_finally_blocks(tmp_path, modules):
     assert (tmp_path / "mark").read_text() == "clean"
 
 
+@pytest.mark.slow
 def test_workers_end_when_the_launching_process_is_killed(tmp_path, modules):
     modules("orphan", "import os, time; print(os.getpid(), flush=True); time.sleep(600)")
     launcher = (
@@ -284,6 +288,7 @@ def test_a_worker_leaves_without_taking_down_its_interpreter(tmp_path, modules, 
     assert exit_.exit_code == 7 and read_log_lines(exit_.log, 5) == ["last line", "at exit"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_unwind_is_ended(tmp_path, modules, scheduler):
     modules(
         "stubborn",
@@ -301,6 +306,7 @@ def test_a_worker_that_does_not_unwind_is_ended(tmp_path, modules, scheduler):
     assert exit_.reason == "killed by SIGALRM"
 
 
+@pytest.mark.slow
 def test_the_cause_is_known_although_the_log_takes_nothing(tmp_path, modules, scheduler):
     """What a worker prints when it fails fails itself on a full disk, for the one that exits with a
     text, too."""

@@ -75,6 +75,7 @@ def events_of(scheduler: LocalScheduler, name: str) -> tuple[list[str], WorkerEx
     raise AssertionError(f"{name} has not ended")
 
 
+@pytest.mark.slow
 def test_a_worker_is_forked_says_its_lines_and_ends_with_its_code(
     tmp_path: Path, scheduler: LocalScheduler
 ):

@@ -31,6 +31,7 @@ def _parent_of_an_orphan() -> int:
     return parent
 
 
+@pytest.mark.slow
 def test_orphans_become_children_inside_and_strangers_outside() -> None:
     """A test or a notebook that runs the launcher in its own process is not left collecting
     zombies."""

@@ -66,6 +66,7 @@ def test_round_trip_of_every_type(tag, rows, trailing):
     assert decode_sample(encode_sample(sample.meta())) == sample.meta()
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=6),
     st.lists(st.sampled_from(sorted(ITEMSIZE)), min_size=0, max_size=4),
@@ -293,6 +294,7 @@ def test_it_travels_between_workers():
         b.close()
 
 
+@pytest.mark.slow
 def test_more_than_the_limit_is_refused_by_whoever_sends_and_names_the_column():
     with pytest.raises(CodecError, match=r"metadata of \d+ bytes exceeds .*'transcript'"):
         encode_sample(told(4, "x" * (MAX_METADATA_BYTES // 4)).meta())

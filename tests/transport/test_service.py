@@ -46,6 +46,7 @@ def server() -> Iterator[ServiceServer]:
     server.close()
 
 
+@pytest.mark.slow
 async def test_answers_come_in_any_order(server: ServiceServer) -> None:
     client = ServiceClient(server.endpoint, "answers", "me", RUN)
     slow = asyncio.create_task(client.request("later", 2.0, timeout_s=60))

@@ -533,6 +533,7 @@ def test_lines_without_sense_are_left_out(tmp_path: Path):
     assert arrays["seconds"].tolist() == [0.0]
 
 
+@pytest.mark.nightly
 def test_of_too_many_spans_the_older_half_is_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

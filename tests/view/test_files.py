@@ -215,6 +215,7 @@ def test_of_a_long_run_every_so_many_steps_are_kept_and_the_last_one(tmp_path: P
     assert "one of every 3 steps" in answers["/api/runs"]["runs"][0]["text"]
 
 
+@pytest.mark.slow
 def test_the_last_rollouts_fill_the_room_that_there_is(tmp_path: Path):
     made_up(tmp_path / "run", failing=0.0, steps=3, groups=4)
     everything = kept_answers(write_report(tmp_path / "run"))[f"{OWN}/rollout"]

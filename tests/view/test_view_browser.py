@@ -249,6 +249,7 @@ def test_of_a_hundred_thousand_tokens_a_window_is_drawn(chromium: Chromium, tmp_
         leave(page)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_page_is_wider_than_a_telephone(chromium: Chromium, tmp_path: Path, scheme: str):
     made_up(tmp_path / "run", groups=2)

@@ -309,6 +309,7 @@ SLOWLY = """
     };"""
 
 
+@pytest.mark.nightly
 def test_what_changes_while_a_page_is_being_made_is_shown(chromium: Chromium, tmp_path: Path):
     """On a slow connection the answer was that of before the change, and the change was taken for
     known."""

@@ -274,6 +274,7 @@ def test_the_band_of_smoothed_curves_over_hours_on_a_logarithmic_axis(
         leave(page)
 
 
+@pytest.mark.nightly
 def test_hosts_have_charts_and_a_note_is_shown_as_text(chromium: Chromium, tmp_path: Path):
     """CPU and memory of every host; a note that changes is shown by an open page, and nothing in it
     is obeyed."""

@@ -389,6 +389,7 @@ def test_a_metric_that_is_chosen_stays_in_the_address(chromium: Chromium, tmp_pa
         leave(page)
 
 
+@pytest.mark.nightly
 def test_a_theme_that_changes_changes_the_colours_of_the_charts(chromium: Chromium, tmp_path: Path):
     run = write_run(tmp_path / "run")
     page = chromium

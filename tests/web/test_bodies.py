@@ -57,6 +57,7 @@ def wait_until_held(api: httpx.Client, nbytes: int) -> None:
     raise AssertionError(f"{held(api)} bytes are held, not {nbytes}")
 
 
+@pytest.mark.slow
 def test_bodies_beyond_the_budget_are_tried_again_later(small):
     """They get 503, on which stock clients keep their data; when the others are done, there is room
     again."""
@@ -77,6 +78,7 @@ def test_bodies_beyond_the_budget_are_tried_again_later(small):
         assert "trajectory_bodies_refused_total 1.0" in api.get("/metrics").text
 
 
+@pytest.mark.slow
 def test_what_is_announced_and_not_sent_holds_nothing(small):
     with httpx.Client(base_url=small) as api, ExitStack() as stack:
         start(api)

@@ -215,6 +215,7 @@ def closed(connection):
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["h11", "httptools"])
 def test_a_head_that_does_not_come_ends_its_connection(kind: str):
     """Also that of a second request, after which the clock of an idle connection runs no longer.
@@ -262,6 +263,7 @@ def test_a_head_beyond_its_bound_is_refused(kind: str, where: str):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["h11", "httptools"])
 def test_a_head_within_its_bound_is_taken_and_bodies_have_none_here(kind: str):
     """Also of the second request of a connection; what is behind a body is no part of a head."""
@@ -278,6 +280,7 @@ def test_a_head_within_its_bound_is_taken_and_bodies_have_none_here(kind: str):
         assert heard(connection).count(b"HTTP/1.1 200") >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["h11", "httptools"])
 @pytest.mark.parametrize("what", ["trailer", "chunk"])
 def test_what_belongs_to_a_chunk_is_bounded_as_a_head_is(kind: str, what: str):
@@ -290,6 +293,7 @@ def test_what_belongs_to_a_chunk_is_bounded_as_a_head_is(kind: str, what: str):
         assert b" 200 " not in heard(connection)[:12]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["h11", "httptools"])
 def test_strangers_take_no_more_connections_than_there_may_be(kind: str):
     """300 half requests used to hold all descriptors of an environment server, and its sessions

@@ -208,6 +208,7 @@ def test_a_body_that_does_not_come_ends_its_request(
     assert status_of(answer) == expected and time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_the_page_over_runs_waits_for_no_body(pool: ServerPool) -> None:
     served = pool.get("view")
     with socket.create_connection(served.address, timeout=60) as connection:

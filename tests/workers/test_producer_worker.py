@@ -58,6 +58,7 @@ def run(url, games, *flags):
         return Producer(client, games.play, build_parser().parse_args([*FLAGS, *flags])).run()
 
 
+@pytest.mark.slow
 def test_it_stops_when_the_queue_holds_the_rest_of_the_run(url):
     games = Games()
     with trainer(url, steps=2) as client:
@@ -65,6 +66,7 @@ def test_it_stops_when_the_queue_holds_the_rest_of_the_run(url):
         assert games.rounds == [2, 2, 2] and client.status()["queue_size"] == 6
 
 
+@pytest.mark.slow
 def test_it_pauses_when_enough_is_queued_and_goes_on_when_batches_leave(url):
     games = Games()
     got = []
@@ -101,6 +103,7 @@ def test_its_patience_with_the_trainer_ends(url):
         run(url, Games(), "--patience-s", "0.2")
 
 
+@pytest.mark.slow
 def test_a_round_without_a_result_is_told_and_played_again(url, caplog):
     games = Games()
 

@@ -186,6 +186,7 @@ def test_equals_a_loop(episodes, discount, data):
             assert found[i, k] == pytest.approx(by_loop(episodes, valid, discount, i, k), abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @settings(max_examples=30, deadline=None)
 @given(episodes=EPISODES, seed=st.integers(0, 100))
@@ -203,6 +204,7 @@ def test_a_reward_at_the_end_alone_gives_every_turn_what_the_episode_gets(
     assert all(torch.equal(column, expected) for column in found.unbind(1))
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(EPISODES, st.integers(-8, 8).map(lambda n: n / 4), st.sampled_from([0.5, 2.0]))
 def test_a_constant_on_every_last_reward_changes_nothing_and_a_scale_scales(episodes, move, scale):
@@ -257,6 +259,7 @@ def with_turns(sample, rewards, *, at_end):
 SHAPED = {"reward_scaling": 2.0, "reward_bias": 0.5, "max_reward_clip": 2.5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"algo": "rloo", "kl_ctl": 0.1}, {"algo": "drgrpo", "loss_scale_len": 9}]
 )
@@ -354,6 +357,7 @@ def drawn(seed, most=7):
     return masks, rewards, values, torch.tensor(flat, dtype=torch.bool), sequence
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(SEEDS, DISCOUNTS, LAMBDAS)
 def test_tokens_of_the_environment_are_skipped_and_not_discounted(seed, discount, lam):
@@ -439,6 +443,7 @@ def turns_of(seed):
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(SEEDS, DISCOUNTS, LAMBDAS)
 def test_a_turn_is_one_decision(seed, discount, lam):

@@ -151,6 +151,7 @@ def proximal(part):
     return part["proximal_logprobs"].double().tolist()
 
 
+@pytest.mark.slow
 def test_ppo_clips_on_both_sides(sample, tmp_path):
     stats, witness = trained({}, sample, tmp_path)
     later = check(stats, witness, token_ratio, behaviour, 0.8, 1.2)
@@ -170,6 +171,7 @@ def test_clip_higher_leaves_more_room_above(sample, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_dual_clip_bounds_what_a_negative_advantage_costs(sample, tmp_path):
     stats, witness = trained({"c_clip": 1.3}, sample, tmp_path)
     check(stats, witness, token_ratio, behaviour, 0.8, 1.2, dual=1.3)
@@ -201,6 +203,7 @@ def of_sequences(row, prox, part):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "weight_of"),
     [

@@ -93,6 +93,7 @@ def train(
     return loss, gradient, summary([TrainResult(stats, 1.0, False)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_a_correction_is_that_of_its_paper(name: str) -> None:
     options = resolve({"correction": name})

@@ -63,6 +63,7 @@ def test_leaving_out_and_microbatching_change_no_gradient(rollout_batch, tmp_pat
     assert (results[0]["n_trained_tokens"] < results[1]["n_trained_tokens"]) == pure
 
 
+@pytest.mark.slow
 def test_loss_equals_an_independent_computation(rollout_batch, tmp_path):
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     model = tiny_actor()
@@ -95,6 +96,7 @@ def test_loss_equals_an_independent_computation(rollout_batch, tmp_path):
     assert stats["loss"] == pytest.approx(sum(per_sequence) / len(per_sequence), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_on_policy_step_has_unit_ratio_and_reports(rollout_batch, tmp_path):
     model = tiny_actor()
     sample = on_policy(model, rollout_batch(GROUPS, REWARDS, OUTCOME), tmp_path)
@@ -182,6 +184,7 @@ def test_token_kl_reward_to_go(rollout_batch):
         assert float(got["advantages"][t]) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_missing_reference_and_truncation_keys_are_named(rollout_batch, tmp_path):
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     bare = sample.select(sample.keys - {"packed_ref_logprobs"})
@@ -195,6 +198,7 @@ def test_missing_reference_and_truncation_keys_are_named(rollout_batch, tmp_path
         )
 
 
+@pytest.mark.slow
 def test_three_non_finite_updates_in_a_row_ask_for_the_end(rollout_batch, tmp_path):
     model = tiny_actor()
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
@@ -266,6 +270,7 @@ def plain_logprobs(model, sample, temperature=1.0):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [ref_inf, actor_inf])
 def test_scores_are_the_log_softmax_at_the_sampling_temperature(rollout_batch, tmp_path, call):
     mfc = call(config_class("aws")(experiment="grpo_aws", gen=GenConfig(temperature=0.7)))
@@ -283,6 +288,7 @@ def test_scores_are_the_log_softmax_at_the_sampling_temperature(rollout_batch, t
     assert stats["n_tokens"] == sum(map(sum, GROUPS))
 
 
+@pytest.mark.slow
 def test_a_step_follows_the_policy_gradient(rollout_batch, tmp_path):
     """Its norm is that of -(1/T) sum of advantage * log-probability, and better rollouts become
     likelier."""
@@ -329,6 +335,7 @@ def test_choosing_sequences_keeps_order_and_drops_empty_samples(rollout_batch):
     assert choose_sequences(sample, torch.zeros(12, dtype=torch.bool).numpy()) is None
 
 
+@pytest.mark.slow
 def test_rounding_of_the_generator_clips_no_sequence(rollout_batch, tmp_path):
     """The clip range of gspo is narrower than the difference between two programs that compute the
     same policy."""

@@ -172,6 +172,7 @@ class Kept:
         self.rows.append(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"ppo_n_minibatches": 3, "sample_reuse": 2}, {"algo": "gspo"}],

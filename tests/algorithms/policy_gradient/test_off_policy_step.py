@@ -83,6 +83,7 @@ def test_recomputed_in_the_train_call_is_what_actor_inf_says(
     )
 
 
+@pytest.mark.slow
 def test_recomputed_logprobs_replace_the_old_ones_in_the_kl_reward_too(rollout_batch):
     sample = scored(tiny_actor(), off_policy(rollout_batch))
     got = PolicyGradientInterface({"recompute_logprob": True, "kl_ctl": 0.1}).prepare(sample)[0][
@@ -94,6 +95,7 @@ def test_recomputed_logprobs_replace_the_old_ones_in_the_kl_reward_too(rollout_b
     assert not torch.allclose(got, plain.prepare(sample)[0]["advantages"], atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [
@@ -170,6 +172,7 @@ def test_microbatches_and_leaving_out_change_nothing(
         assert stats == pytest.approx(whole, rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_decoupled_step_on_its_own_samples_is_an_ordinary_one(rollout_batch):
     sample = scored(tiny_actor(), rollout_batch(GROUPS, REWARDS, OUTCOME))
     sample = replace_keys(sample, shifted={"packed_logprobs": sample["proximal_logprobs"]})
@@ -182,6 +185,7 @@ def test_decoupled_step_on_its_own_samples_is_an_ordinary_one(rollout_batch):
     )
 
 
+@pytest.mark.slow
 def test_the_step_reports_weights_and_mismatch(rollout_batch):
     sample = scored(tiny_actor(), off_policy(rollout_batch))
     options = {"use_decoupled_loss": True, "behav_imp_weight_cap": 1.2, "entropy_coef": 0.01}
@@ -204,6 +208,7 @@ def test_the_step_reports_weights_and_mismatch(rollout_batch):
     assert stats["mismatch/abs_p50"] == pytest.approx(ordered[len(ordered) // 2], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_mismatch_is_of_the_first_minibatch_only(rollout_batch):
     sample = scored(tiny_actor(), rollout_batch(GROUPS, REWARDS, OUTCOME))
     sample = replace_keys(sample, shifted={"packed_logprobs": sample["proximal_logprobs"]})
@@ -253,6 +258,7 @@ def test_staleness_equals_loop():
         )
 
 
+@pytest.mark.slow
 def test_the_step_reports_the_staleness_of_valid_sequences(rollout_batch):
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     tokens = PredictedTokens.from_sample(sample)
@@ -291,6 +297,7 @@ def test_missing_keys_are_named(rollout_batch: Any, given: dict[str, Any], key: 
     assert torch.equal(weights(model), before)
 
 
+@pytest.mark.slow
 def test_inputs_are_not_changed(rollout_batch):
     sample = scored(tiny_actor(), off_policy(rollout_batch))
     before = {key: sample[key].numpy().tobytes() for key in sample.keys}

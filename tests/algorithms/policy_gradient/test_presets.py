@@ -278,6 +278,7 @@ def test_more_sequences_than_the_horizon_move_it_by_a_fifth_and_it_comes_back():
     assert controller.value == pytest.approx(0.096)
 
 
+@pytest.mark.slow
 def test_a_train_step_steers_the_next_one_and_a_resumed_run_goes_on(rollout_batch, tmp_path):
     """The divergence is that of whole sequences, and the weight of a step is known before its
     batch."""

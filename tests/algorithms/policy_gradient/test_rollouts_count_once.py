@@ -140,6 +140,7 @@ def _rollouts(sample):
     return [(sample.ids[i], int(k)) for i, k in zip(group, sample["rollout_index"], strict=True)]
 
 
+@pytest.mark.slow
 def test_the_divergence_that_steers_the_kl_reward_is_that_of_rollouts(tmp_path):
     """Of the actor and of the critic alike: spread over its rows, a rollout used to lie too near
     the reference."""

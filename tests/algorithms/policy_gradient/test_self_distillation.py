@@ -83,6 +83,7 @@ def said(network: torch.nn.Module, ids: list[int]) -> list[float]:
     return [float(logits[place - 1].log_softmax(0)[ids[place]]) for place in range(1, len(ids))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [{}, {"n_mbs": 3}, {"max_tokens_per_mb": 24}], ids=str)
 def test_the_policy_judges_its_tokens_with_and_without_feedback(
     micro_batches: dict[str, int], tmp_path: Any
@@ -149,6 +150,7 @@ def test_the_advantage_is_the_share_of_the_reward_and_that_of_the_feedback(
         PolicyGradientInterface(options).prepare(broken)
 
 
+@pytest.mark.slow
 def test_two_steps_bring_the_policy_nearer_to_itself_with_feedback(tmp_path: Any) -> None:
     """On the same tokens: what feedback makes likelier is likelier without it afterwards, and the
     other way round."""

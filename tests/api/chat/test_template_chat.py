@@ -255,6 +255,7 @@ def test_a_cue_that_opens_the_reasoning_goes_with_it():
     assert made.without_open_reasoning(made.encode("x <think> y")) == made.encode("x <think> y")
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from([*"<>/ab\n ", "<think>", "</think>", "<tool_call>"]), max_size=30))
 def test_any_words_of_a_policy_have_an_end_of_reasoning(parts: list[str]) -> None:
     text = "".join(parts)
@@ -400,6 +401,7 @@ def test_parts_of_a_content_do_not_join_to_a_control_word():
     assert words.escape(harmless) == harmless
 
 
+@pytest.mark.slow
 @given(st.text("ab §", max_size=12))
 def test_words_that_overlap_hold_spaces_or_have_one_letter(text):
     """Only a word of one letter is left out; a word of spaces is none."""

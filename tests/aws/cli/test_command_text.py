@@ -117,6 +117,7 @@ def test_a_form_hides_nothing_from_the_policy(text: str, rule: str) -> None:
     assert check_command(read_command(text)).rule == rule
 
 
+@pytest.mark.slow
 @given(st.text(alphabet="a '\"\\\n\r`$\t-", max_size=40))
 def test_what_is_read_is_what_a_shell_reads(text: str) -> None:
     """Against an independent reading: a backslash before a line end goes outside of single quotes;

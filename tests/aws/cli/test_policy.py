@@ -388,6 +388,7 @@ def _dig(folder, depth: int) -> None:
     os.close(here)
 
 
+@pytest.mark.slow
 def test_a_folder_is_emptied_however_deep_it_is(tmp_path) -> None:
     """Removal used to recurse, and a thousand folders inside one another ended it for good."""
     files = VirtualFolder(tmp_path / "files")

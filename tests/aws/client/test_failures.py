@@ -178,6 +178,7 @@ def prompts(*tasks):
     return [[{"role": "user", "content": json.dumps(task)}] for task in tasks for _ in range(G)]
 
 
+@pytest.mark.slow
 def test_rows_are_token_exact(fake_trainer) -> None:
     torch.manual_seed(0)
     fake_trainer.model.train()

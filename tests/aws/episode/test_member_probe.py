@@ -54,7 +54,7 @@ def test_the_table_holds_every_write_that_is_served_for_the_versions_in_use(tabl
             ), operation
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.sim
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", SAMPLE)

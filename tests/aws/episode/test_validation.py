@@ -152,6 +152,7 @@ def test_a_solution_that_misses_its_own_target_is_named_with_its_line(
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.sim
 @pytest.mark.parametrize(
     ("old", "new", "line", "text"),
@@ -178,6 +179,7 @@ def test_what_fails_is_named_with_its_line(
     assert f"{own_file}:{line}: task 901: " in said and text in said
 
 
+@pytest.mark.slow
 def test_a_file_that_is_none_is_named(own_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text, said in (
         ("- task_id: 1\n  name: x\n", "'description'"),

@@ -118,6 +118,7 @@ def matched(patterns: list[str], name: str) -> int:
     return sum(1 << i for i, one in enumerate(expressions) if re.fullmatch(one, name, re.DOTALL))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chars", ["ab*?", "ab*"])
 def test_the_combinations_are_those_of_all_names(chars: str) -> None:
     """The names of up to six letters are tried one by one, without the automata."""

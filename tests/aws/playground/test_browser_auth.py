@@ -41,6 +41,7 @@ def enter(client: TestClient) -> TestClient:
     return client
 
 
+@pytest.mark.slow
 def test_what_changes_something_needs_cookie_csrf_token_and_origin(browse: Browse) -> None:
     for path in ("/web/reset", "/web/step", "/web/leave"):
         assert browse().post(path, json={}).json()["code"] == "NO_SESSION"

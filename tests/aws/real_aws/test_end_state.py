@@ -129,7 +129,7 @@ def test_the_solution_is_paid_in_an_account_of_others(episode: Episode, task_id:
     )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("task_id", "old", "new"),
     [

@@ -34,7 +34,7 @@ def firing_range(
     target.close()
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "every", [pytest.param(1, marks=pytest.mark.nightly, id="all"), pytest.param(4, id="sample")]
 )

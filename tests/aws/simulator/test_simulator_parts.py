@@ -133,6 +133,7 @@ class FakeSlot:
             raise SimulatorLost("no")
 
 
+@pytest.mark.slow
 def test_a_slot_that_cannot_be_respawned_is_tried_again_later() -> None:
     slots = [FakeSlot(failures=2)]
     book = LeaseBook(1)
@@ -162,6 +163,7 @@ class Hangs:
         return False
 
 
+@pytest.mark.slow
 def test_an_end_waits_for_one_answer_and_not_for_those_of_all_slots() -> None:
     slots = [Hangs() for _ in range(40)]
     book = a_free_book(40)
@@ -298,6 +300,7 @@ def test_what_is_xml_is_left_alone() -> None:
     assert repair_xml(body) is body
 
 
+@pytest.mark.slow
 @given(
     st.text(
         alphabet=st.characters(exclude_categories=("Cs",), exclude_characters="&>"), max_size=30

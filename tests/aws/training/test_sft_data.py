@@ -189,6 +189,7 @@ def test_a_slip_is_wrong_and_is_never_imitated() -> None:
     assert not _required_options("s3", "cp") and not _required_options("nowhere", "get-thing")
 
 
+@pytest.mark.slow
 def test_slips_are_what_recoveries_are_from() -> None:
     scripts = write_scripts(
         4, 1, ["intermediate"], mix={"recovery": 0.5}, learn_mistakes=True, slips=True
@@ -341,6 +342,7 @@ def test_the_first_episode_that_fails_for_good_ends_the_others() -> None:
     assert rows == []
 
 
+@pytest.mark.nightly
 @pytest.mark.sim
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.jsonl"

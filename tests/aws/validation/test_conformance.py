@@ -13,6 +13,7 @@ from tests.aws.validation.conformance import PAGE, examine, model, served_reads
 _SAMPLE = ("iam", "cloudwatch", "autoscaling", "apigateway")
 
 
+@pytest.mark.slow
 def test_the_page_knows_every_served_read_that_takes_selectors() -> None:
     """A read that is served anew is asked by ``python -m tests.aws.validation.conformance
     --write``."""

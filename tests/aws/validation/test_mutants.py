@@ -127,6 +127,7 @@ def test_captures_follow_their_commands() -> None:
     assert inserted(lines, 0, ["aws x y"])[2].endswith("${step2:X}")
 
 
+@pytest.mark.slow
 def test_the_kinds_of_a_task_with_a_set_up() -> None:
     task = instantiate(416, 0)
     found = mutants(416)
@@ -142,6 +143,7 @@ def test_the_kinds_of_a_task_with_a_set_up() -> None:
     )
 
 
+@pytest.mark.slow
 def test_drift_tasks_are_solved_blind() -> None:
     task = instantiate(505, 0)
     blind = {one.commands for one in mutants(505) if one.kind == "blind"}
@@ -331,6 +333,7 @@ def test_a_passport_counts_by_kind_what_was_wrongly_paid_and_refused() -> None:
     }
 
 
+@pytest.mark.slow
 def test_impossible_options_and_records_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -127,6 +127,7 @@ def test_every_written_play_can_be_written_for_other_instances() -> None:
             written.written_plays(written.instance_to_play(task_id, seed))
 
 
+@pytest.mark.slow
 def test_a_play_is_performed_with_its_captures(slot) -> None:
     task = instantiate(413, 0)
     solution = Play("equivalent", "solution", task.solution)
@@ -244,7 +245,7 @@ def chosen(template: Template, play: Play) -> bool:
     )
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(12)
 @pytest.mark.sim
 @pytest.mark.parametrize("template_id", SAMPLE)
 def test_every_play_scores_within_the_bounds_of_its_class(slot: Slot, template_id: int) -> None:

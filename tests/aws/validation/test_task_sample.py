@@ -40,6 +40,7 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_sample_is_drawn_by_the_commit(repository: Path) -> None:
     first = choose_tasks(repository, ALL)
     assert len(first) == SAMPLE_SIZE and first == sorted(first) == choose_tasks(repository, ALL)

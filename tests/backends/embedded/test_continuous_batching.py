@@ -141,6 +141,7 @@ def long_model(tiny_model: Any) -> Any:
     return tiny_model("qwen3", POSITIONS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_policy", ["recompute", "keep"])
 def test_new_weights_come_between_two_tokens(
     long_model: Any, tiny_model: Any, kv_policy: str
@@ -174,6 +175,7 @@ def test_new_weights_come_between_two_tokens(
         )
 
 
+@pytest.mark.slow
 def test_weights_are_taken_whole_or_not_at_all(tiny_model: Any) -> None:
     model = tiny_model()
     new = changed(model)
@@ -211,6 +213,7 @@ def test_requests_wait_for_the_first_weights(tiny_model: Any) -> None:
         assert client.output(0).versions == [0] * 4
 
 
+@pytest.mark.slow
 def test_a_pause_stops_sampling_until_resume(long_model: Any) -> None:
     new = changed(long_model)
     with running(long_model) as client:
@@ -230,6 +233,7 @@ def test_a_pause_stops_sampling_until_resume(long_model: Any) -> None:
         client.engine.resume()
 
 
+@pytest.mark.slow
 def test_aborted_requests_keep_their_tokens_and_free_their_place(
     long_model: Any, tiny_model: Any
 ) -> None:
@@ -291,6 +295,7 @@ def test_bad_requests_fail_alone(long_model: Any) -> None:
         assert client.output(0).token_ids
 
 
+@pytest.mark.slow
 def test_a_failed_forward_pass_fails_its_requests_and_not_the_engine(
     long_model: Any, tiny_model: Any
 ) -> None:
@@ -323,6 +328,7 @@ def test_close_ends_what_is_in_flight(long_model: Any) -> None:
         client.engine.pause(1.0)
 
 
+@pytest.mark.slow
 def test_requests_without_a_seed_differ(tiny_model: Any) -> None:
     with running(tiny_model()) as client:
         for slot in range(2):
@@ -330,6 +336,7 @@ def test_requests_without_a_seed_differ(tiny_model: Any) -> None:
         assert client.output(0).token_ids != client.output(1).token_ids
 
 
+@pytest.mark.slow
 def test_a_replica_keeps_the_weights_that_it_was_made_with(tiny_model: Any) -> None:
     """Also while the engine itself is in the middle of a turn, takes others, and is closed."""
     model = tiny_model()
@@ -373,6 +380,7 @@ def test_without_memory_for_a_second_copy_there_is_no_replica(
     assert "tried to allocate 16 GiB" in caplog.text
 
 
+@pytest.mark.slow
 def test_requests_that_find_no_memory_wait_for_others(tiny_model: Any) -> None:
     """With a bound on keys and values that two of them fill, and longer ones in between."""
     model = tiny_model()

@@ -135,6 +135,7 @@ def test_nobody_takes_tokens_that_were_forgotten() -> None:
     assert table.plan(1, text, {}).donor == 1 and table.plan(1, text, {}).start == 19
 
 
+@pytest.mark.slow
 def test_persistent_buffers_travel_with_the_parameters(tiny_model: Any) -> None:
     def made(fill: int) -> Any:
         model = tiny_model()  # Its head is tied to the embedding.
@@ -367,6 +368,7 @@ def test_weights_copied_in_place_or_replaced_are_seen(tiny_model: Any) -> None:
     )
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_the_builtin_policy_takes_it_and_what_it_does_not_know_goes_through_the_modules(
     tiny_model: Any,

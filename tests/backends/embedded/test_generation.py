@@ -92,6 +92,7 @@ def _run(engine: EmbeddedGenerator, prompts: list[list[int]], **options: Any) ->
     return engine.generate(requests, GenConfig(**options), stop_ids=stop_ids, seed=seed)
 
 
+@pytest.mark.slow
 def test_same_seed_same_tokens_and_another_seed_differs(tiny_model: Any) -> None:
     prompts = [[5, 6, 7], [8, 9]]
     first = _run(EmbeddedGenerator(tiny_model()), prompts, max_new_tokens=30, seed=3)
@@ -99,6 +100,7 @@ def test_same_seed_same_tokens_and_another_seed_differs(tiny_model: Any) -> None
     assert _run(EmbeddedGenerator(tiny_model()), prompts, max_new_tokens=30, seed=4) != first
 
 
+@pytest.mark.slow
 def test_kept_cache_and_fresh_engine_draw_the_same_tokens(tiny_model: Any) -> None:
     kept = EmbeddedGenerator(tiny_model())
     first = _run(kept, [[5, 6, 7]], max_new_tokens=5)[0]
@@ -151,6 +153,7 @@ def test_sampling_follows_the_distribution(tiny_model: Any) -> None:
     assert float(error.max()) < 5
 
 
+@pytest.mark.slow
 def test_truncation_limits_what_is_drawn_and_keeps_reported_probabilities(tiny_model: Any) -> None:
     model = tiny_model()
     with torch.no_grad():
@@ -242,6 +245,7 @@ def test_decode_attention_equals_the_library_kernel() -> None:
     torch.testing.assert_close(got, expected.transpose(1, 2), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_chunks_give_the_greedy_turn_of_one_call(tiny_model: Any) -> None:
     model = tiny_model("qwen3")
     prefix = [5, 9, 11, 4]
@@ -276,6 +280,7 @@ def test_a_minimum_holds_across_chunks(tiny_model: Any) -> None:
     assert rest.token_ids[0] == model.config.vocab_size - 1
 
 
+@pytest.mark.slow
 def test_a_seeded_sequence_keeps_its_tokens_in_any_company_and_in_chunks(tiny_model: Any) -> None:
     prompts = [[5, 6, 7], [8, 9], [5, 6, 11, 12], [40]]
     config = GenConfig(max_new_tokens=12)
@@ -294,6 +299,7 @@ def test_a_seeded_sequence_keeps_its_tokens_in_any_company_and_in_chunks(tiny_mo
     assert len({tuple(o.token_ids) for o in drawn}) == 8
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["qwen3", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_bound_on_the_cache_makes_requests_wait_and_changes_no_token(

@@ -43,6 +43,7 @@ SHAPE: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_what_was_sampled_beyond_the_window_is_what_the_trainer_scores(tmp_path: Any) -> None:
     """Two layers of eight tokens: what lies further back is out of sight."""
     torch.manual_seed(0)

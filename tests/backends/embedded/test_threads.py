@@ -170,6 +170,7 @@ def test_model_workers_share_the_cores_and_keep_a_configured_number(one_thread_a
     assert set_compute_threads(0, cores + 1).count == torch.get_num_threads() == 1
 
 
+@pytest.mark.slow
 def test_everything_that_an_engine_computes_follows_the_cores(tiny_model: Any, ragged_sample: Any):
     engine = TorchEngine(tiny_model(), None, optimizer=OptimizerConfig(lr=1e-3))
     sample, whole = ragged_sample([[20, 5], [11], [30, 8, 8]]), MicroBatchSpec()

@@ -71,6 +71,7 @@ def without_memory(folder: Path, dtype: torch.dtype = torch.float32, **options: 
     return build_without_memory(str(folder), "actor", torch.device("cpu"), dtype, **options)
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_read_so_is_loaded_whole_and_that_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -74,6 +74,7 @@ def test_checkpoints_are_read_by_more_ranks_and_by_copies(tmp_path: Path) -> Non
                 goes_on_as(expected, stats)
 
 
+@pytest.mark.slow
 def test_copies_that_differ_are_refused_with_the_tensor() -> None:
     for rank, outcome in enumerate(results(run_ranks(2, training.copies_that_differ, 2))):
         assert (
@@ -82,6 +83,7 @@ def test_copies_that_differ_are_refused_with_the_tensor() -> None:
         )
 
 
+@pytest.mark.slow
 def test_the_rank_whose_write_fails_says_so_and_the_others_that_it_did(tmp_path: Path) -> None:
     first, last = run_ranks(2, jobs.a_write_fails, 2, tmp_path)
     assert last.error == "OSError" and "No space left on device" in last.text

@@ -224,6 +224,7 @@ def test_every_signature_is_called_by_what_it_has(function: Any, ways: int) -> N
             made[0](q, k, v, ends, ends, 3, 3, 2, 0.1)
 
 
+@pytest.mark.slow
 def test_the_signature_of_the_installed_torch_is_known() -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     assert 1 <= len(list(adapt_kernels(varlen.varlen_attn))) <= 2
@@ -380,6 +381,7 @@ def test_attention_over_a_tree_is_that_of_each_sequence(window: int | None) -> N
                 torch.testing.assert_close(found[path[t], head], expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_of_a_prefix_that_packed_rows_share_are_rounded_once() -> None:
     """In bf16 the gradient of a prefix is the exact sum over its branches, but for one rounding."""
     paths = [np.array([0, 1, 2, 3 + branch]) for branch in range(100)]

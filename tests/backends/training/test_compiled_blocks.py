@@ -67,6 +67,7 @@ def test_losses_are_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(block._compiled_call_impl is None for block in compiled.model.model.layers)
 
 
+@pytest.mark.slow
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import config, cpp_builder
 

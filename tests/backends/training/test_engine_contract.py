@@ -98,6 +98,7 @@ def test_what_a_loss_keeps_comes_back_for_the_whole_batch(
         engine.forward(sample, lambda *_: torch.zeros(2), mb_spec=MicroBatchSpec())
 
 
+@pytest.mark.slow
 def test_the_normaliser_divides_the_loss_and_its_gradient(
     tiny_model: Any, ragged_sample: Any
 ) -> None:
@@ -118,6 +119,7 @@ def test_the_normaliser_divides_the_loss_and_its_gradient(
             )
 
 
+@pytest.mark.slow
 def test_a_value_head_trains_and_neither_scores_nor_generates(
     tiny_model: Any, ragged_sample: Any
 ) -> None:
@@ -148,6 +150,7 @@ def test_a_value_head_trains_and_neither_scores_nor_generates(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Gemma2Config, GraniteConfig])
 def test_a_head_that_bounds_or_scales_its_logits_sees_scored_positions_only(
     kind: Any, ragged_sample: Any

@@ -93,6 +93,7 @@ def test_parts_cover_every_sequence_once_within_the_budget(
     ]
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 90), max_size=40), st.integers(20, 80))
 @settings(max_examples=100, deadline=None)
 def test_batches_without_padding_are_few_and_alike(lengths: list[int], most: int) -> None:
@@ -109,6 +110,7 @@ def test_batches_without_padding_are_few_and_alike(lengths: list[int], most: int
     assert [len(batch) for batch in batch_packed_rows([10] * 12, 50)] == [4, 4, 4]
 
 
+@pytest.mark.slow
 def test_a_group_is_cut_and_backward_follows_every_part(tiny_model: Any) -> None:
     """Eight rollouts of one task are one sample: no more of them than the budget holds wait for a
     backward pass."""

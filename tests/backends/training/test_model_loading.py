@@ -44,6 +44,7 @@ def folder(tiny_model: Any, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_lacks_tensors_is_refused(folder: Path) -> None:
     """They were filled with random numbers, and training went on as if they had been learnt."""
     assert load_causal_lm(str(folder), "actor", torch.float32).dtype is torch.float32
@@ -75,6 +76,7 @@ def test_a_checkpoint_of_another_architecture_or_vocabulary_is_refused(folder: P
         load_causal_lm(str(folder), "actor", torch.float32)
 
 
+@pytest.mark.slow
 def test_a_model_that_finds_no_memory_is_named_with_what_to_set(folder: Path) -> None:
     """Its embedding of 32 terabytes is really not there."""
     config = AutoConfig.from_pretrained(folder)
@@ -157,6 +159,7 @@ def test_a_mixture_of_experts_is_loaded_for_training_only_where_it_was_accepted(
     )
 
 
+@pytest.mark.slow
 def test_only_a_critic_may_lack_the_projection_to_the_vocabulary(
     tiny_model: Any, tmp_path: Path
 ) -> None:
@@ -215,6 +218,7 @@ def critic(path: Path, dtype: str = "float32", **more: Any) -> TorchEngine:
     return TorchBackend("cpu").build(spec, seed=1, total_train_steps=20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_starts_at_nothing_and_learns(
     actor_folder: Path, ragged_sample: Any, dtype: str
@@ -237,6 +241,7 @@ def test_it_starts_at_nothing_and_learns(
     assert values(engine, sample).dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_what_was_exported_is_a_critic_to_start_from(
     actor_folder: Path, ragged_sample: Any, tmp_path: Path
 ) -> None:

@@ -92,7 +92,7 @@ def loss(outputs: Any, part: SequenceSample) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "recomputed"])
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", *OTHERS])
 def test_scores_and_steps_are_those_of_padded_rows(
@@ -121,6 +121,7 @@ def test_scores_and_steps_are_those_of_padded_rows(
             assert found.stats["loss"] == pytest.approx(expected.stats["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_pass_has_neither_padding_nor_a_row_of_the_size_of_a_mask(
     packing: None, tiny_model: Any
 ) -> None:
@@ -160,6 +161,7 @@ def test_generation_and_export_are_as_without(
     )
 
 
+@pytest.mark.slow
 def test_a_window_that_only_masks_know_is_not_lost(
     packing: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -178,6 +180,7 @@ def test_a_window_that_only_masks_know_is_not_lost(
     assert "do not give their attention the sliding window of 32 tokens" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_follow_is_padded_and_says_so(
     packing: None,
     tiny_model: Any,

@@ -200,6 +200,7 @@ def test_a_pass_of_few_rows_is_that_of_a_plain_loop(name: str, n: int) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_pass_of_nothing_has_gradients_of_nothing() -> None:
     """A worker that has no passes left takes part in those of others with one token, which must not
     be padding."""

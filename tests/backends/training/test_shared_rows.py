@@ -195,6 +195,7 @@ def test_scores_and_gradients_equal_those_of_separate_rows(tiny_model: Any, kind
         assert float((of_together - of_apart).abs().max()) <= 1e-5 * float(of_apart.abs().max())
 
 
+@pytest.mark.slow
 def test_many_short_answers_after_a_long_prompt_change_nothing_and_cost_no_wide_mask(
     tiny_model: Any,
 ) -> None:
@@ -265,6 +266,7 @@ def owned(rank: int, size: int, costs: Sequence[int]) -> list[int]:
     return [i for i in range(len(costs)) if i * size // len(costs) == rank]
 
 
+@pytest.mark.slow
 def test_common_prefixes_are_computed_once_and_counted(tiny_model: Any) -> None:
     """The prompt, the common turn and the repeated rollout each count once; the last token of a
     rollout is not fed."""

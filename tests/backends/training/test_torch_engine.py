@@ -141,6 +141,7 @@ def test_a_pass_that_fails_leaves_the_gradients_of_those_before(
     assert torch.equal(weights(engine), weights(whole))
 
 
+@pytest.mark.slow
 def test_one_step_equals_an_independent_adamw(tiny_model: Any, ragged_sample: Any) -> None:
     engine = engine_of(tiny_model())
     sample = ragged_sample(GROUPS)
@@ -169,6 +170,7 @@ def test_one_step_equals_an_independent_adamw(tiny_model: Any, ragged_sample: An
     torch.testing.assert_close(weights(engine), expected, atol=2e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_microbatches_and_gradient_checkpointing_change_nothing(
     tiny_model: Any, ragged_sample: Any
 ) -> None:
@@ -185,6 +187,7 @@ def test_microbatches_and_gradient_checkpointing_change_nothing(
         assert other.grad_norm == pytest.approx(whole.grad_norm, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_checkpointing_leaves_dropout_off(ragged_sample: Any) -> None:
     """OPT keeps probabilities as plain numbers of its modules, GPT-Neo reads them from the
     configuration at every pass; the configuration keeps them for the export."""
@@ -254,6 +257,7 @@ def test_nothing_trainable_changes_nothing(tiny_model: Any, ragged_sample: Any) 
     assert not result.skipped and result.grad_norm == 0 and torch.equal(weights(engine), before)
 
 
+@pytest.mark.slow
 def test_update_frees_the_generation_rows(tiny_model: Any, ragged_sample: Any) -> None:
     engine = engine_of(tiny_model())
     request = [GenRequest(0, list(range(3, 40)))]
@@ -289,6 +293,7 @@ def test_checkpoint_continues_bit_identically(
         other.load_checkpoint(tmp_path / "old")
 
 
+@pytest.mark.slow
 def test_the_checkpoint_of_another_model_is_refused_in_one_line(
     tiny_model: Any, ragged_sample: Any, tmp_path: Path
 ) -> None:
@@ -335,6 +340,7 @@ def test_gradients_of_narrow_weights_add_up_in_fp32() -> None:
     assert optimizer.gradient_norm() == 0
 
 
+@pytest.mark.slow
 def test_export_loads(tiny_model: Any, ragged_sample: Any, tmp_path: Path) -> None:
     engine = engine_of(tiny_model())
     train(engine, ragged_sample(GROUPS))
@@ -389,6 +395,7 @@ def test_chat_template_check() -> None:
         check_chat_template(FakeTokenizer(), "somewhere")
 
 
+@pytest.mark.slow
 def test_training_gets_the_memory_of_keys_and_values(tiny_model: Any, ragged_sample: Any) -> None:
     engine = engine_of(tiny_model())
     held = []

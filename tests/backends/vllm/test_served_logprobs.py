@@ -124,6 +124,7 @@ def ask(url: str, **options: Any) -> tuple[SequenceSample, dict[str, float]]:
     return ServedLogprobInterface(url, **options).inference(reader, batch(), context(Path()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", [rows, echo])
 def test_a_server_says_what_the_model_as_a_role_says(answer: Answer, tmp_path: Path) -> None:
     """Of the tokens that train; a sequence without one is not sent."""
@@ -142,6 +143,7 @@ def test_a_server_says_what_the_model_as_a_role_says(answer: Answer, tmp_path: P
     } == {"Bearer secret"}
 
 
+@pytest.mark.slow
 def test_a_server_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served_logprobs, "_PAUSES_S", (0.01, 0.01))
     with served(rows, refusals=2, status=429) as (url, asked):
@@ -195,6 +197,7 @@ WRONG: dict[str, tuple[Answer, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
 def test_an_answer_that_is_none_ends_the_call_with_its_cause(case: str) -> None:
     answer, told = WRONG[case]
@@ -202,6 +205,7 @@ def test_an_answer_that_is_none_ends_the_call_with_its_cause(case: str) -> None:
         ask(url)
 
 
+@pytest.mark.slow
 def test_a_silent_server_is_given_up_at_the_deadline() -> None:
     hold = threading.Event()
 

@@ -221,6 +221,7 @@ def test_a_turn_does_not_repeat_the_random_numbers_of_the_turn_before():
     assert position_seed(3, 5) == position_seed(3, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, None])
 def test_the_guard_ends_a_whole_session_when_its_owner_goes(number: signal.Signals | None):
     script = "sleep 300 & echo $$ $!; wait"
@@ -240,6 +241,7 @@ def test_the_guard_ends_a_whole_session_when_its_owner_goes(number: signal.Signa
     assert gone(processes, 60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "error", "said"),
     [
@@ -402,6 +404,7 @@ def exporting(worker: Worker) -> Callable[[Tensor], Sequence[Any]]:
     return export
 
 
+@pytest.mark.slow
 def test_a_worker_takes_the_chunks_and_says_what_it_holds() -> None:
     worker = Worker()
     given = tensors()
@@ -538,6 +541,7 @@ def test_a_tensor_that_no_layer_has_under_its_name_is_not_said_to_be_held(tmp_pa
     assert [tensor.name for tensor in held.find_changed()] == ["norm.weight"]
 
 
+@pytest.mark.slow
 def test_an_engine_on_the_servers_gpu_sends_no_file(
     served: FakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -39,6 +39,7 @@ def test_the_script_is_short_and_has_what_was_asked_for():
     subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signals", "requeued"),
     [(["USR1"], True), (["TERM"], False), (["USR1", "TERM"], False)],

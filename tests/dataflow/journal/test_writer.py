@@ -173,6 +173,7 @@ def _reopened(folder: Path) -> list[Record]:
     return records
 
 
+@pytest.mark.slow
 def test_a_tail_torn_at_any_byte_costs_the_torn_record_alone(tmp_path: Path) -> None:
     path = _written(tmp_path / "whole", STORY[:9])
     data = path.read_bytes()
@@ -225,6 +226,7 @@ def _bytes_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_damage_wherever_records_follow_it(tmp_path: Path) -> None:
     """It used to be taken for an interrupted write: the records behind it were cut off, and what
     they say was trained was drawn again."""
@@ -399,6 +401,7 @@ def test_a_torn_snapshot_leaves_the_segments_that_it_was_to_replace(
     assert (tmp_path / ARCHIVE / before.name).exists() == archive
 
 
+@pytest.mark.slow
 def test_a_full_segment_is_followed_by_the_next(tmp_path: Path) -> None:
     big = [Accept(f"s{i}", 0, [], [bytes(6 << 20)]) for i in range(4)]
     journal, _ = Journal.open(tmp_path)

@@ -294,6 +294,7 @@ def test_no_sample_is_older_than_the_bound_and_nothing_stops(crashes: int) -> No
     assert oldest == {eta: eta for eta in range(5)}
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_with_another_bound_does_not_stop_and_loses_nothing() -> None:
     """Samples that had arrived and are too old for a lower bound used to close the gate for
     ever."""

@@ -31,6 +31,7 @@ def drawn_run(folder: Path, random: Random) -> StreamedRun:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first_seed", range(8, 32, 8))
 async def test_a_run_that_dies_again_and_again_trains_every_sample_once(
     tmp_path: Path, first_seed: int

@@ -265,6 +265,7 @@ async def test_what_the_environment_must_not_answer_is_a_failure(answer: Any) ->
     await env.close()
 
 
+@pytest.mark.slow
 async def test_a_call_that_does_not_return_is_a_timeout_and_its_instance_is_left_to_it() -> None:
     hold = threading.Event()
     given_up = list[Threads]()

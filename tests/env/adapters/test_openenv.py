@@ -267,6 +267,7 @@ def test_addresses_are_a_text_or_a_list(given: Any, urls: list[str]) -> None:
     assert parse_urls(given) == urls
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_not_there_is_named_at_the_start() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
@@ -401,6 +402,7 @@ async def test_a_call_that_was_not_executed_is_made_again_without_those_before_i
         await env.close()
 
 
+@pytest.mark.slow
 async def test_a_server_that_does_not_answer_in_time_is_a_timeout() -> None:
     def game(kind: str, data: dict[str, Any], session: dict[str, Any]) -> Any:
         if kind == "step":

@@ -207,17 +207,20 @@ async def goes_on_and_on() -> None:
         time.sleep(0.004)
 
 
+@pytest.mark.slow
 def test_a_call_that_sleeps_is_named_with_its_line() -> None:
     [block] = watched(sleeps)
     line = sleeps.__code__.co_firstlineno + 1
     assert block.where.endswith(f"{HERE}:{line} in sleeps") and 0.1 < block.seconds < 15
 
 
+@pytest.mark.slow
 def test_a_call_that_computes_is_named() -> None:
     [block] = watched(counts)
     assert " in counts" in block.where
 
 
+@pytest.mark.slow
 def test_a_call_that_holds_the_interpreter_is_named() -> None:
     """No sample can be taken meanwhile, so its processor time and the name of its task say it."""
     began = time.thread_time()
@@ -227,5 +230,6 @@ def test_a_call_that_holds_the_interpreter_is_named() -> None:
     assert " in holds_the_interpreter" in block.where
 
 
+@pytest.mark.slow
 def test_waiting_and_many_short_calls_are_no_block() -> None:
     assert watched(sleeps_awaited, goes_on_and_on) == []

@@ -231,6 +231,7 @@ def test_what_leaves_another_state_and_is_paid_is_a_fault_with_its_actions() -> 
     assert {*found.outcomes} == {"fault"}
 
 
+@pytest.mark.slow
 def test_a_reward_for_the_whole_state_is_bought_by_nothing() -> None:
     """Though mutants that come to the same are paid: a call that is refused before, the same call
     again."""
@@ -242,6 +243,7 @@ def test_a_reward_for_the_whole_state_is_bought_by_nothing() -> None:
     assert found.outcomes == ["ok", "ok"]
 
 
+@pytest.mark.slow
 def test_without_a_described_state_everything_paid_is_listed_for_reading() -> None:
     """These are notes and no faults, alike ones in a line; the last one says how a state is
     described."""
@@ -276,6 +278,7 @@ def test_a_seed_draws_the_same_mutants_and_another_one_others() -> None:
     assert one == again != other
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED)
 def test_what_ships_cannot_be_bought(name: str) -> None:
@@ -287,7 +290,7 @@ def test_what_ships_cannot_be_bought(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

@@ -64,6 +64,7 @@ async def test_an_episode() -> None:
         assert server.connections == 1 and server.open == 0
 
 
+@pytest.mark.slow
 async def test_a_late_reply_is_never_read() -> None:
     with FakeEnvServer(on("step", "late", command="slow")) as server:
         client = OpenEnvClient(server.url)
@@ -111,6 +112,7 @@ async def test_an_error_frame_keeps_the_session() -> None:
         await client.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", ["hello", "[]", '{"type":"state","data":{}}', '{"type":"observation","data":{}}']
 )
@@ -124,6 +126,7 @@ async def test_a_server_that_speaks_something_else_is_given_up(words: str) -> No
         await client.close()
 
 
+@pytest.mark.slow
 async def test_the_probe_decides_about_the_connection() -> None:
     full = json.dumps({"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "2/2"}})
     with FakeEnvServer(on("state", full)) as server, pytest.raises(CapacityError, match="2/2"):

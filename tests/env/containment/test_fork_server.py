@@ -34,6 +34,7 @@ def fork(server: ForkServer, word: str, writer: int, timeout_s: float = 30.0) ->
         os.close(writer)
 
 
+@pytest.mark.slow
 def test_a_reply_that_came_too_late_belongs_to_nobody_else(server: ForkServer) -> None:
     """Its process, which nobody has a handle of, is killed."""
     late, late_writer = os.pipe()
@@ -53,6 +54,7 @@ def test_a_reply_that_came_too_late_belongs_to_nobody_else(server: ForkServer) -
         assert written.read() == ""
 
 
+@pytest.mark.slow
 def test_a_child_that_ends_at_once_has_a_handle_too(server: ForkServer) -> None:
     """Nobody collects the children, so one that ended before its descriptor was opened could not be
     told from none."""
@@ -65,6 +67,7 @@ def test_a_child_that_ends_at_once_has_a_handle_too(server: ForkServer) -> None:
         child.kill()
 
 
+@pytest.mark.slow
 def test_a_child_that_was_killed_is_not_alive_while_its_threads_end(server: ForkServer) -> None:
     """Its descriptor says so milliseconds later, and a command that came sooner was blamed for its
     death."""

@@ -114,6 +114,7 @@ TYPES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(TYPES)
 def test_nested_types_have_the_schema_that_transformers_gives_them(hint: Any) -> None:

@@ -158,6 +158,7 @@ async def test_random_jobs_deadlines_and_errors_leave_nothing_behind() -> None:
     assert await asyncio.gather(*(threads.run(lambda n=n: n) for n in range(50))) == [*range(50)]
 
 
+@pytest.mark.slow
 def test_a_call_that_never_returns_does_not_keep_the_process_alive() -> None:
     code = """
 import asyncio, threading

@@ -559,6 +559,7 @@ async def test_an_instance_whose_call_was_cancelled_is_left_to_its_thread(
     assert closed == ["old", "new"]
 
 
+@pytest.mark.slow
 async def test_fifteen_hundred_trivial_episodes_take_less_than_a_second(build: Build) -> None:
     """The wrapper's share of an episode is small: one reset and one turn."""
     spec = build(COUNTER)

@@ -72,6 +72,7 @@ def test_stateless_reset_and_step_build_run_and_discard(http: httpx.Client) -> N
     assert http.get("/state").json()["step_count"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
     [
@@ -107,6 +108,7 @@ def test_a_refused_handshake_is_no_error_in_the_log() -> None:
         assert "ERROR" not in server.output()
 
 
+@pytest.mark.slow
 def test_without_the_token_nothing_is_played(server: EnvServerProcess) -> None:
     for path in ("/reset", "/step", "/mcp"):
         assert httpx.post(server.url + path, json={}).status_code == 401
@@ -121,6 +123,7 @@ def test_a_body_without_a_sane_length_is_refused(http: httpx.Client) -> None:
     assert http.post("/mcp", content=b"x" * ((1 << 20) + 1)).status_code == 413
 
 
+@pytest.mark.slow
 def test_capacity_in_both_forms(server: EnvServerProcess, http: httpx.Client) -> None:
     with open_session(server):
         full = http.post("/reset", json={})
@@ -137,6 +140,7 @@ def test_capacity_in_both_forms(server: EnvServerProcess, http: httpx.Client) ->
     assert http.post("/reset", json={"task_id": 1}).status_code == 200
 
 
+@pytest.mark.slow
 def test_mcp_over_http(http: httpx.Client) -> None:
     tools = http.post("/mcp", json=rpc("tools/list")).json()["result"]["tools"]
     assert [tool["name"] for tool in tools] == ["aws"]
@@ -148,6 +152,7 @@ def test_mcp_over_http(http: httpx.Client) -> None:
     assert broken.json()["error"]["code"] == mcp.PARSE_ERROR
 
 
+@pytest.mark.slow
 def test_mcp_in_a_session_is_a_step_of_its_episode(server: EnvServerProcess) -> None:
     with open_session(server) as session:
         early = ask(session, {"type": "mcp", "data": CALL})

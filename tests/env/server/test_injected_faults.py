@@ -93,6 +93,7 @@ async def test_faults_of_every_kind_at_the_asked_rate_and_none_of_them_executed(
         assert await play(url, 150) != first
 
 
+@pytest.mark.slow
 async def test_an_episode_that_resumes_does_not_notice() -> None:
     with served([], fault_rate=0.5, fault_kinds="unavailable=3,disconnect") as url:
         env = SlotEnvironment(
@@ -117,6 +118,7 @@ async def test_a_hang_lasts_until_the_client_gives_up() -> None:
         assert await play(url, 2, message_timeout_s=2.0) == {"hang": 2}
 
 
+@pytest.mark.slow
 async def test_latency_is_added_to_every_step_and_holds_up_nobody_else() -> None:
     executed: list[str] = []
     with served(executed, step_latency_ms=150.0) as url:
@@ -130,6 +132,7 @@ async def test_latency_is_added_to_every_step_and_holds_up_nobody_else() -> None
             assert (await other.state()).step_count == 0
 
 
+@pytest.mark.slow
 async def test_nothing_is_injected_unless_asked_for() -> None:
     executed: list[str] = []
     with served(executed) as url:

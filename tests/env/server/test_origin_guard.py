@@ -98,6 +98,7 @@ def test_a_foreign_page_reaches_no_route(
     assert len(stage.players) == opened
 
 
+@pytest.mark.slow
 def test_programs_and_the_servers_own_pages_are_served(stage: Stage) -> None:
     url = stage.server.url
     port = stage.server.url.rpartition(":")[2]

@@ -42,6 +42,7 @@ def send_step(session: ClientConnection, command: str = "slow") -> None:
     session.send(json.dumps({"type": "step", "data": {"command": command}}))
 
 
+@pytest.mark.slow
 def test_client_that_vanishes_in_mid_command_frees_its_slot(stage: Stage) -> None:
     session = stage.open()
     send_step(session)
@@ -51,6 +52,7 @@ def test_client_that_vanishes_in_mid_command_frees_its_slot(stage: Stage) -> Non
     assert stage.players[0].kills == 2
 
 
+@pytest.mark.slow
 def test_a_command_that_ends_within_the_grace_is_not_killed(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,6 +68,7 @@ def test_a_command_that_ends_within_the_grace_is_not_killed(
     assert stage.players[0].kills == 0
 
 
+@pytest.mark.slow
 def test_the_loop_serves_others_while_a_command_blocks(stage: Stage) -> None:
     session = stage.open()
     send_step(session)
@@ -77,6 +80,7 @@ def test_the_loop_serves_others_while_a_command_blocks(stage: Stage) -> None:
     session.close()
 
 
+@pytest.mark.slow
 def test_requests_sent_ahead_are_answered_in_order(stage: Stage) -> None:
     session = stage.open()
     send_step(session, "slow")
@@ -91,6 +95,7 @@ def test_requests_sent_ahead_are_answered_in_order(stage: Stage) -> None:
     session.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [{"idle_timeout_s": 0.3}], indirect=True)
 def test_idle_sessions_are_reaped_and_busy_ones_are_not(stage: Stage) -> None:
     session = stage.open()
@@ -105,12 +110,14 @@ def test_idle_sessions_are_reaped_and_busy_ones_are_not(stage: Stage) -> None:
     stage.wait_for(lambda: stage.pool.free_count == 1, 60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [{"scrub_s": 0.1}], indirect=True)
 def test_reopening_waits_for_the_scrub(stage: Stage) -> None:
     for _ in range(3):
         stage.open().close()
 
 
+@pytest.mark.slow
 def test_a_long_scrub_is_refused_and_counts_nobody(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +131,7 @@ def test_a_long_scrub_is_refused_and_counts_nobody(
     stage.open().close()
 
 
+@pytest.mark.slow
 def test_stop_ends_a_busy_session_after_its_command(stage: Stage) -> None:
     session = stage.open()
     send_step(session)
@@ -137,6 +145,7 @@ def test_stop_ends_a_busy_session_after_its_command(stage: Stage) -> None:
     assert stage.pool.free_count == 1
 
 
+@pytest.mark.slow
 def test_a_taken_port_is_named(stage: Stage) -> None:
     port = int(stage.server.url.rpartition(":")[2])
     with pytest.raises(PortTaken, match=str(port)):
@@ -152,6 +161,7 @@ def unkillable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("realhf.env.server.session.KILLED_WAIT_S", 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unkillable")
 def test_a_slot_stays_leased_while_a_thread_is_in_it(stage: Stage) -> None:
     session = stage.open()
@@ -168,6 +178,7 @@ def test_a_slot_stays_leased_while_a_thread_is_in_it(stage: Stage) -> None:
     stage.open().close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unkillable")
 def test_a_stateless_request_is_answered_in_time_and_its_slot_stays_leased(stage: Stage) -> None:
     body = {"action": {"command": "slow"}, "timeout_s": 0.1}
@@ -223,6 +234,7 @@ async def test_what_a_roll_back_forgot_comes_back(
         assert json.loads(await next_one.recv())["type"] == "state"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage", [{"idle_timeout_s": 0.2, "first_message_timeout_s": 0.0}], indirect=True
 )
@@ -235,6 +247,7 @@ async def test_a_first_message_without_a_time_of_its_own_has_that_of_the_others(
         assert closed.value.rcvd is not None and closed.value.rcvd.reason == "no first message"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage", [{"idle_timeout_s": 0.2, "first_message_timeout_s": 60.0}], indirect=True
 )
@@ -252,6 +265,7 @@ async def test_silence_is_counted_and_logged(
     assert [record for record in caplog.records if "IDLE_TIMEOUT_S" in record.getMessage()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [{"size": 4}], indirect=True)
 async def test_our_own_roll_back_leaves_nothing(stage: Stage) -> None:
     """Not by a deadline: every session that was accepted is closed before the error is raised."""
@@ -264,6 +278,7 @@ async def test_our_own_roll_back_leaves_nothing(stage: Stage) -> None:
         await asyncio.to_thread(stage.wait_for, lambda: stage.pool.free_count == 4, 60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [{"scrub_s": 0.5}], indirect=True)
 async def test_a_server_is_healthy_while_its_slot_is_scrubbed(stage: Stage) -> None:
     async with connect(_address(stage), proxy=None):
@@ -280,6 +295,7 @@ class FakeBrokenPlayer(FakeBlockingPlayer):
         raise KeyError("/root/secret")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage", [{}, {"capacity_mode": "openenv"}], indirect=True, ids=["reject", "openenv"]
 )
@@ -309,6 +325,7 @@ async def test_an_environment_that_cannot_be_made(
     await asyncio.to_thread(stage.wait_for, lambda: stage.pool.free_count == 1, 60)
 
 
+@pytest.mark.slow
 async def test_a_session_that_breaks_says_so_and_ends(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -181,6 +181,7 @@ def test_a_session_survives_hostile_frames_and_still_plays(server: EnvServerProc
         assert alive["data"]["observation"]["command_success"]
 
 
+@pytest.mark.nightly
 @pytest.mark.sim
 def test_a_burst_of_thousands_is_answered_in_order(server: EnvServerProcess) -> None:
     burst = 3000

@@ -7,6 +7,8 @@ import json
 import random
 from collections import Counter
 
+import pytest
+
 from realhf.api.environment import Demonstration, DemonstrationRequest
 from realhf.environments.files.definition import (
     PERSISTENCE,
@@ -46,6 +48,7 @@ def replay(shown: Demonstration) -> tuple[list[str], FilesWorkspace]:
     return [play(workspace, call) for call in calls(shown)], workspace
 
 
+@pytest.mark.slow
 def test_every_script_ends_as_it_says():
     """Solutions and recoveries earn 1, and only with their last call; habits never succeed, and
     damage nothing."""
@@ -101,6 +104,7 @@ def test_most_mistakes_shorten_names():
     assert 0.5 < drawn[True] / drawn.total() < 0.75
 
 
+@pytest.mark.slow
 def test_shares_and_order_are_decided_by_the_request():
     shown = [*demonstrations(TASKS, ASKED)]
     assert shown == [*demonstrations(TASKS, ASKED)]

@@ -222,6 +222,7 @@ def test_what_would_destroy_a_file_unseen_is_refused():
     assert workspace.move_file("a.txt", "a.txt/x.txt") == "moved to a.txt/x.txt"
 
 
+@pytest.mark.slow
 def test_files_and_characters_are_bounded():
     """Thousands of files and huge texts are refused before they are kept; what is kept can still be
     changed."""

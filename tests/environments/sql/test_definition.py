@@ -109,6 +109,7 @@ async def test_every_demonstration_ends_as_it_says():
     assert {item.kind for item in found} == {SOLUTION, RECOVERY, HABIT}
 
 
+@pytest.mark.slow
 async def test_a_mistake_is_answered_by_an_error():
     """So a policy can see that it made one."""
     for item in demonstrations():
@@ -150,6 +151,7 @@ def test_a_habit_is_repeated():
             assert not item.succeeds
 
 
+@pytest.mark.slow
 def test_the_seed_decides():
     assert demonstrations() == demonstrations()
     assert demonstrations() != demonstrations(DemonstrationRequest(20, 4, 0.35, 0.15))

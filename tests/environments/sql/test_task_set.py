@@ -114,6 +114,7 @@ async def test_the_row_of_a_shortened_name_is_not_the_right_one(template: str):
     assert len(set(shortened)) < len(shortened)
 
 
+@pytest.mark.slow
 def test_the_splits_share_no_instance():
     """No main table of one split has a name, a column of numbers and rows that the other can
     draw."""

@@ -277,6 +277,7 @@ def test_groups_come_back_as_they_were_sent(api, url, binary, coding):
         assert client.push_many([]).groups == 0
 
 
+@pytest.mark.slow
 def test_an_environment_waits_for_the_trainer(clients):
     producer, trainer = clients
     with pytest.raises(NotRegistered, match="wait for trainer to start"):
@@ -344,6 +345,7 @@ def test_without_explicit_acks_the_next_pull_acknowledges(clients):
     )
 
 
+@pytest.mark.slow
 def test_a_batch_that_went_to_another_trainer_meanwhile_stops_nobody(caplog):
     with (
         running_server(lease_timeout_s=3.0) as url,
@@ -383,6 +385,7 @@ def test_nobody_registered(clients):
         clients[1].pull(60)
 
 
+@pytest.mark.slow
 def test_a_token_is_needed_and_named_in_no_error():
     with running_server(token="secret-1") as url:
         with TrajectoryClient(url) as client, pytest.raises(Denied, match="401"):
@@ -402,6 +405,7 @@ def test_a_refusal_says_what_is_wrong(clients):
         clients[0].push(group(2), idempotency_key="k")
 
 
+@pytest.mark.slow
 def test_no_server_and_the_wrong_server(tmp_path):
     with TrajectoryClient("http://127.0.0.1:9", retry_for_s=0.3) as client:
         with pytest.raises(
@@ -419,6 +423,7 @@ def test_no_server_and_the_wrong_server(tmp_path):
 # ---- when connections break
 
 
+@pytest.mark.slow
 def test_a_push_whose_answer_was_lost_counts_once(clients, url):
     with cutting_relay(url) as relay, TrajectoryClient(relay.url, retry_for_s=60) as producer:
         relay.cut_answers(0, 20)
@@ -428,6 +433,7 @@ def test_a_push_whose_answer_was_lost_counts_once(clients, url):
         assert producer.status()["queue_size"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("explicit", [True, False])
 def test_a_batch_that_broke_off_comes_again(clients, url, explicit):
     """The server sent all of it and would take the next pull of the same trainer for its
@@ -448,6 +454,7 @@ def test_a_batch_that_broke_off_comes_again(clients, url, explicit):
         assert plain(first) + plain(second) == sent
 
 
+@pytest.mark.slow
 def test_a_batch_of_which_nothing_arrived_is_not_acknowledged_by_the_next_pull():
     """Not even the name of its lease did; it comes again when the lease has expired."""
     with (
@@ -470,6 +477,7 @@ def test_a_batch_of_which_nothing_arrived_is_not_acknowledged_by_the_next_pull()
         assert trainer.leases() == []
 
 
+@pytest.mark.slow
 async def test_a_pull_that_was_cancelled_is_not_acknowledged_by_the_next():
     """Whenever it is cancelled: what it did not return comes again."""
     with running_server(lease_timeout_s=3.0) as url:
@@ -520,6 +528,7 @@ def test_threads_and_children_of_one_blocking_client(api, url, monkeypatch):
         client.status()
 
 
+@pytest.mark.slow
 async def test_a_blocking_client_works_where_a_loop_runs(api, url):
     """As in the cell of a notebook."""
     with TrajectoryClient(url) as client:

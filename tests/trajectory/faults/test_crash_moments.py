@@ -208,6 +208,7 @@ async def drain(client: AsyncTrajectoryClient, got: list[int]) -> None:
         got += [item["group_overrides"]["number"] for item in batch.groups]
 
 
+@pytest.mark.nightly
 async def test_our_clients_lose_and_double_nothing(server):
     """Every push counts once, every batch ends once."""
     options: dict[str, Any] = {"retry_for_s": 60.0}

@@ -30,6 +30,7 @@ def push(url: str, env_id: int, numbers: range) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_stock_trainer_goes_on_where_it_was_and_environments_notice_nothing(tmp_path):
     """Also where the server was started again in between. The batch that the trainer held when it
     died comes again: its first pull used to acknowledge it."""
@@ -52,6 +53,7 @@ def test_a_stock_trainer_goes_on_where_it_was_and_environments_notice_nothing(tm
         assert ask(url, "GET", "/status")["current_step"] == 4
 
 
+@pytest.mark.slow
 def test_every_rank_of_a_stock_trainer_may_register():
     with running_server() as url:
         for rank in range(4):
@@ -62,6 +64,7 @@ def test_every_rank_of_a_stock_trainer_may_register():
         assert ask(url, "GET", "/status")["queue_size"] == 4
 
 
+@pytest.mark.slow
 def test_another_run_or_a_wish_to_begin_anew_resets():
     with running_server() as url, httpx.Client(base_url=url) as api:
         for changed, header in (

@@ -26,6 +26,7 @@ def bearer(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
+@pytest.mark.slow
 def test_tokens_and_their_roles():
     tokens = {"producer_token": "p", "trainer_token": "t", "admin_token": "a"}
     with running_server(**tokens) as url, httpx.Client(base_url=url) as api:
@@ -49,6 +50,7 @@ def test_tokens_and_their_roles():
                 assert (status != 403) == (token in roles), (method, path, token)
 
 
+@pytest.mark.slow
 def test_one_token_for_both_and_guarded_resets():
     with running_server(token="s", admin_token="a") as url, httpx.Client(base_url=url) as api:
         assert api.post("/register", json=REGISTRATION, headers=bearer("s")).status_code == 200
@@ -73,6 +75,7 @@ def test_one_token_for_both_and_guarded_resets():
         assert api.get("/reset_data", headers=bearer("a")).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "status"), [("open", 200), ("off", 403), ("token", 403)])
 def test_reset_policies_without_tokens(policy, status):
     with (
@@ -102,6 +105,7 @@ def test_settings_out_of_range_are_named(name, value):
         TrajectoryConfig(**{name: value})
 
 
+@pytest.mark.slow
 def test_tokens_come_from_files(tmp_path):
     """A flag is seen by everybody who lists processes."""
     for name in ("producer", "admin"):
@@ -245,6 +249,7 @@ def test_every_route_says_who_may_use_it():
         assert asyncio.run(asked(root_path)) == [403, 403, 403, 403, 404, 404, 307], root_path
 
 
+@pytest.mark.slow
 def test_strict_mode_over_http():
     with running_server(strict="all") as url, httpx.Client(base_url=url) as api:
         api.post("/scored_data", json=group(4))
@@ -308,6 +313,7 @@ def test_metrics_parse_and_reconcile(api):
     assert after["trajectory_resident_bytes[]"] > 1e7
 
 
+@pytest.mark.slow
 def test_the_status_page_shows_the_latest_example_as_text(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -330,6 +336,7 @@ def test_the_status_page_shows_the_latest_example_as_text(tmp_path):
     assert data["queue_size"] == 1
 
 
+@pytest.mark.slow
 def test_a_server_for_development_is_started_anew_at_changes(monkeypatch, tmp_path):
     """uvicorn starts it in processes of its own, which read the settings from variables."""
     started: list[tuple[str, dict[str, object]]] = []

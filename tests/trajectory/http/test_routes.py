@@ -216,6 +216,7 @@ def test_gzip_in_and_out(api, encoding, tokens):
     assert answer.json()["batch"][0]["masks"] == plain["masks"]
 
 
+@pytest.mark.slow
 def test_damaged_and_oversized_bodies():
     with running_server(max_body_bytes=100_000) as url, httpx.Client(base_url=url) as api:
         good = gzip.compress(encoded(group()))

@@ -81,6 +81,7 @@ def test_numbers_stay_open_to_any_origin_and_examples_do_not(api):
         assert api.get(path).status_code == 200
 
 
+@pytest.mark.slow
 def test_names_of_the_server_can_be_allowed():
     with (
         running_server(allowed_hosts="traj.example, other.example") as url,
@@ -92,6 +93,7 @@ def test_names_of_the_server_can_be_allowed():
         assert "--allowed-hosts" in refused.text
 
 
+@pytest.mark.slow
 def test_with_a_token_pages_load_and_their_data_needs_it():
     with running_server(token="s") as url, httpx.Client(base_url=url) as api:
         for page in ("/ui", "/ui/status.js", "/ui/look.css", "/docs", "/openapi.json"):
@@ -146,6 +148,7 @@ def plain_uvicorn() -> Iterator[Any]:
         yield run
 
 
+@pytest.mark.slow
 def test_the_app_itself_serves_no_other_machine_without_a_token(plain_uvicorn):
     """However it is started: a connection to another address of this machine than loopback is one
     from outside."""
@@ -169,6 +172,7 @@ def test_the_app_itself_serves_no_other_machine_without_a_token(plain_uvicorn):
     )
 
 
+@pytest.mark.slow
 def test_a_plain_uvicorn_hands_out_batches(plain_uvicorn):
     with httpx.Client(base_url=f"http://127.0.0.1:{plain_uvicorn('127.0.0.1')}") as api:
         start(api)

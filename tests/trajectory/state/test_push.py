@@ -393,6 +393,7 @@ def test_keys_expire_in_the_order_of_their_age_after_a_restart_too():
     assert list(driver.state.replays) == ["m", "a"]
 
 
+@pytest.mark.slow
 async def test_housekeeping_goes_on_until_nothing_is_left_to_do():
     """However many keys expire at once, they are gone before the next pause."""
     engine = StateEngine(MemoryStore(), StateOptions(replay_ttl_s=60.0), tidy_every_s=0.3)

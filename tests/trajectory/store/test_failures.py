@@ -267,6 +267,7 @@ async def refusing(folder: Path) -> tuple[FailingStore, StateEngine]:
     return store, engine
 
 
+@pytest.mark.slow
 async def test_a_failed_round_is_undone_without_reading_everything_anew(tmp_path):
     """Reading 100,000 groups anew used to stop the event loop for most of a second."""
     store, engine = await refusing(tmp_path)
@@ -290,6 +291,7 @@ async def test_a_failed_round_is_undone_without_reading_everything_anew(tmp_path
     await engine.close()
 
 
+@pytest.mark.slow
 async def test_no_view_shows_what_a_round_did_not_keep(tmp_path):
     """Neither metrics nor the epoch in each answer's header tell of a round that may still fail."""
     store, engine = await refusing(tmp_path)
@@ -314,6 +316,7 @@ async def test_no_view_shows_what_a_round_did_not_keep(tmp_path):
     await engine.close()
 
 
+@pytest.mark.slow
 async def test_that_a_batch_was_sent_is_recorded_as_soon_as_the_store_recovers(tmp_path):
     """It was tried once, and when that failed the trainer was given the same batch again."""
     store, engine = await refusing(tmp_path)
@@ -339,6 +342,7 @@ async def test_that_a_batch_was_sent_is_recorded_as_soon_as_the_store_recovers(t
     )
 
 
+@pytest.mark.slow
 async def test_the_machines_clock_may_be_set(tmp_path, monkeypatch):
     """Back two days: an error of yesterday used to be told for as long. On 700 seconds: all leases
     used to end."""

@@ -180,6 +180,7 @@ def test_a_fresh_run_begins_anew_and_another_size_is_another_run(make, url, tmp_
         assert leases(url) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_for_longer_tells_its_producers(make, url, tmp_path):
     for steps in (9, 12, 10):
         push(url, 1, 2)
@@ -221,6 +222,7 @@ def test_a_lease_that_is_lost_is_said_and_forgotten(make, url, tmp_path, caplog)
     assert "may be trained on twice" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_token_comes_from_a_file(tmp_path):
     (tmp_path / "token").write_text("secret\n")
     with running_server(token="secret") as url:
@@ -233,6 +235,7 @@ def test_a_token_comes_from_a_file(tmp_path):
         interface.close()
 
 
+@pytest.mark.slow
 def test_a_strict_server_that_serves_another_run(make, tmp_path):
     with running_server(strict="all") as url:
         with TrajectoryClient(url) as client:
@@ -241,6 +244,7 @@ def test_a_strict_server_that_serves_another_run(make, tmp_path):
             generate(make(), 0, url, tmp_path)
 
 
+@pytest.mark.slow
 def test_no_server_at_all(tmp_path):
     context = CallContext(0, 1, MicroBatchSpec(), tmp_path, {})
     with pytest.raises(RuntimeError, match="no trajectory server is registered"):

@@ -129,6 +129,7 @@ def test_a_port_that_is_taken_is_named(router):
             LOOPBACK.listen(router, address)
 
 
+@pytest.mark.slow
 def test_a_socket_without_a_doorkeeper_takes_nobody(router):
     """What listens in a context that nobody watches over must not take everybody who knows the
     public key."""

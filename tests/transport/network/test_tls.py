@@ -191,6 +191,7 @@ def test_equal_messages_look_different_on_the_way(relayed):
     assert len(set(records(caller, towards_caller, [b"same"] * 3))) == 3
 
 
+@pytest.mark.slow
 def test_a_record_that_comes_byte_by_byte_does_not_outlast_the_timeout(relayed):
     caller, towards_caller, towards_listener, listener = relayed
     record = records(caller, towards_caller, [b"x" * 10_000])[0]

@@ -63,6 +63,7 @@ async def test_a_worker_with_the_keys_of_the_run_is_called():
     await running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stranger", STRANGERS)
 async def test_a_worker_with_another_key_is_refused_by_name(stranger):
     master = RpcMaster("run", network=OURS)
@@ -140,6 +141,7 @@ async def test_other_versions_are_refused_with_both_names(monkeypatch):
     await master.close()
 
 
+@pytest.mark.slow
 async def test_a_greeting_that_cannot_be_refused_keeps_nothing_else_from_being_read():
     """The refusal repeats the session, and would be larger than any header may be."""
     master = RpcMaster("run")
@@ -161,6 +163,7 @@ async def test_a_greeting_that_cannot_be_refused_keeps_nothing_else_from_being_r
     await master.close()
 
 
+@pytest.mark.slow
 async def test_what_waits_behind_an_answer_over_which_its_reader_fails_is_read():
     read: list[int] = []
 

@@ -434,6 +434,7 @@ async def test_garbage_and_stale_messages_are_dropped(cluster):
     assert await cluster.master.call("w", "echo", 1, timeout_s=60) == 1
 
 
+@pytest.mark.slow
 async def test_a_worker_that_exits_in_a_handler_reports_it(cluster):
     (process,) = await cluster.join("w")
     with pytest.raises(RemoteError, match="SystemExit"):
@@ -457,6 +458,7 @@ async def test_a_taken_port_is_an_error(cluster):
         await second.start()
 
 
+@pytest.mark.slow
 def test_a_master_that_does_not_answer_is_a_timeout():
     worker = RpcWorker(
         "w", "model", 0, "run", "tcp://127.0.0.1:9", ordered={}, connect_timeout_s=0.3
@@ -493,6 +495,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_a_worker_notices_the_death_of_the_master():
     process = subprocess.Popen([sys.executable, "-c", MASTER], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -402,6 +402,7 @@ class FakeBreakingNet:
             thread.join(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 async def test_broken_connections_lose_nothing(sinks, seed):
     sink = sinks(credits=5)

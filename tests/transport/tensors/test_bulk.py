@@ -242,6 +242,7 @@ def test_a_truncated_answer_is_a_lost_peer(answer):
         got(BulkConnection(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 10))
 
 
+@pytest.mark.slow
 def test_a_peer_that_stops_in_the_middle_ends_at_the_deadline():
     started = bulk.ANSWER.pack(bulk.PIECE, 10) + b"half"
     # On a machine so busy that this process could not run for a second, the socket's limit ends
@@ -254,6 +255,7 @@ def test_a_peer_that_stops_in_the_middle_ends_at_the_deadline():
         got(BulkConnection(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 10), limit_s=2.0)
 
 
+@pytest.mark.slow
 def test_a_peer_that_sends_a_byte_now_and_then_ends_at_the_deadline():
     """It used to go on for as long as something came."""
     begun = bulk.ANSWER.pack(bulk.PIECE, 5000)

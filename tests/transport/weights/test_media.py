@@ -110,6 +110,7 @@ def test_any_tensors_arrive_bit_by_bit(medium: Medium) -> None:
         check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("medium", MEDIA)
 def test_the_last_two_versions_are_kept_and_what_is_received_is_the_receivers_own(
     medium: Medium,
@@ -158,6 +159,7 @@ def test_a_closed_publisher_leaves_nothing_behind(medium: Medium, tmp_path: Path
     assert held() <= before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("medium", ["shm", "disk"])
 def test_without_room_nothing_is_published_and_the_version_before_stays(
     medium: Medium, tmp_path: Path
@@ -329,6 +331,7 @@ def test_fetched_weights_come_in_pieces_over_the_bulk_lanes_with_the_keys_of_the
         receive(manifest, 30.0, network=network)
 
 
+@pytest.mark.slow
 def test_a_fetch_goes_on_after_a_connection_broke(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

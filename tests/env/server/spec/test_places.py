@@ -43,6 +43,7 @@ def wait_for(places: EnvironmentThreads, stuck: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_no_session_opens_beside_too_many_threads(
     hold: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,6 +69,7 @@ def test_no_session_opens_beside_too_many_threads(
     assert places.free_count == 8
 
 
+@pytest.mark.slow
 def test_a_call_is_broken_off_from_another_thread(hold: threading.Event) -> None:
     """Its caller returns at once with the kind lost, also when the call blocks its loop."""
     del hold

@@ -36,6 +36,7 @@ def _of_group(group: int) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fork", [False, True])
 def test_a_crash_ends_the_sessions_of_one_process_with_one_clear_error(
     pool: Processes, fork: bool
@@ -73,6 +74,7 @@ def test_a_crash_ends_the_sessions_of_one_process_with_one_clear_error(
     assert pool.free_count == 8
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_answer_is_ended(
     pool: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
