@@ -60,8 +60,9 @@ class ProcessClock:
     The thread starts at the first call of ``now``, also in a forked child.
     """
 
-    def __init__(self) -> None:
-        self._pauses = PauseDetector()
+    def __init__(self, read: Callable[[], float] = time.monotonic) -> None:
+        self._read = read
+        self._pauses = PauseDetector(read)
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
 
@@ -77,16 +78,29 @@ class ProcessClock:
         self.now()
         return self._pauses.paused_s
 
+    def wait(self, attempt: Callable[[float], T], seconds: float) -> T:
+        """Return the result of ``attempt(seconds)``. If the process was suspended meanwhile, repeat
+        the attempt with the remaining time.
+
+        attempt: a wait with a timeout in seconds that returns a false value on timeout, such as
+        ``threading.Event.wait``.
+        """
+        deadline = self.now() + seconds
+        while True:
+            outcome = attempt(max(0.0, deadline - self.now()))
+            if outcome or self.now() >= deadline:
+                return outcome
+
     def _reset(self) -> None:
         # A forked child keeps the total, because it may have deadlines from before the fork.
-        self._pauses = PauseDetector(paused_s=self._pauses.paused_s)
+        self._pauses = PauseDetector(self._read, self._pauses.paused_s)
         self._starting = threading.Lock()
         self._is_started = False
 
     def _start_thread(self) -> None:
         with self._starting:
             if not self._is_started:
-                self._pauses = PauseDetector(paused_s=self._pauses.paused_s)
+                self._pauses = PauseDetector(self._read, self._pauses.paused_s)
                 threading.Thread(target=self._run, name="process clock", daemon=True).start()
                 self._is_started = True
 
@@ -115,14 +129,5 @@ def now() -> float:
 
 
 def wait(attempt: Callable[[float], T], seconds: float) -> T:
-    """Return the result of ``attempt(seconds)``. If the process was suspended meanwhile, repeat the
-    attempt with the remaining time.
-
-    attempt: a wait with a timeout in seconds that returns a false value on timeout, such as
-    ``threading.Event.wait``.
-    """
-    deadline = now() + seconds
-    while True:
-        outcome = attempt(max(0.0, deadline - now()))
-        if outcome or now() >= deadline:
-            return outcome
+    """Wait by the clock of this process (``ProcessClock.wait``)."""
+    return CLOCK.wait(attempt, seconds)

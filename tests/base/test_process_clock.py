@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 
 from realhf.base import process_clock
 from realhf.base.event_loops import ClockedLoop, new_event_loop
-from realhf.base.process_clock import READ_INTERVAL_S, READ_TOLERANCE_S, PauseDetector, wait
+from realhf.base.process_clock import READ_INTERVAL_S, READ_TOLERANCE_S, PauseDetector
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,15 +60,11 @@ def test_a_pause_is_what_goes_beyond_the_time_between_two_looks():
     )
 
 
-def test_a_wait_is_repeated_with_what_is_left_when_the_process_stood_still(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_wait_is_repeated_with_what_is_left_when_the_process_stood_still():
     """What waits in a library comes back with nothing after a pause, since the library counts
     it."""
     hands = Hands()
-    pauses = PauseDetector(hands)
-    monkeypatch.setattr(process_clock.CLOCK, "_pauses", pauses)
-    monkeypatch.setattr(process_clock.CLOCK, "_is_started", True)
+    clock = process_clock.ProcessClock(hands)
     asked: list[float] = []
 
     def attempt(seconds: float) -> str:
@@ -80,7 +77,7 @@ def test_a_wait_is_repeated_with_what_is_left_when_the_process_stood_still(
             return "found"
         return ""
 
-    assert wait(attempt, 10.0) == "found"
+    assert clock.wait(attempt, 10.0) == "found"
     assert asked == pytest.approx([10.0, 10.0 - READ_INTERVAL_S])
 
     def nothing(seconds: float) -> str:
@@ -88,10 +85,10 @@ def test_a_wait_is_repeated_with_what_is_left_when_the_process_stood_still(
             step = min(seconds, 0.2)
             hands.now += step
             seconds -= step
-            process_clock.now()
+            clock.now()
         return ""
 
-    assert wait(nothing, 3.0) == ""
+    assert clock.wait(nothing, 3.0) == ""
 
 
 STANDS_STILL = """
@@ -280,3 +277,18 @@ def test_no_event_loop_goes_by_another_clock():
                     found.add(name)
     print(sorted(found))
     assert found == set(OTHER_LOOPS)
+
+
+def test_no_test_sets_the_clock_of_its_process():
+    """Session-scoped servers run in the process of the tests. A thread of theirs that reads a time
+    far back computes a wait of hours, which goes on after the test. Replace the name
+    ``process_clock`` in the module under test instead."""
+    pattern = re.compile(r"setattr\(\s*(\w+\.)?process_clock\s*,|setattr\(.*_pauses\"|_pauses\.")
+    places = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if path != Path(__file__)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert places == []

@@ -7,6 +7,7 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from realhf.api.calls import CheckpointRequest
 from realhf.api.graph import build_graph
 from realhf.api.sample import SequenceSample
 from realhf.base import process_clock
+from realhf.dataflow import function_executor
 from realhf.dataflow.buffer import EndOfData
 from realhf.dataflow.function_executor import FunctionExecutor, StallError
 from realhf.dataflow.model_function_call import MFCFailed, StepReport
@@ -279,8 +281,8 @@ async def test_a_pause_before_a_step_does_not_hide_its_stalls(
 ) -> None:
     """The beginning of a step was taken from another clock than the time since: one stall of a run
     that had stood still for ten minutes was noticed ten minutes late."""
-    process_clock.now()
-    monkeypatch.setattr(process_clock.CLOCK._pauses, "paused_s", 600.0)
+    clock = SimpleNamespace(now=lambda: process_clock.now() - 600.0)
+    monkeypatch.setattr(function_executor, "process_clock", clock)
     bench = Bench(tmp_path, ONE, stall_warn_s=0.1, stall_fail_s=0.2)
     bench.executor.calls["gen"].run = lambda *args: asyncio.sleep(5)
     with pytest.raises(StallError, match="look first at gen"):

@@ -8,12 +8,12 @@ import os
 import signal
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from realhf.api.config import AsyncConfig
-from realhf.base import process_clock
 from realhf.launch import processes
 from realhf.launch import run as launch_run
 from realhf.launch.build import build_experiment
@@ -275,7 +275,7 @@ class FakeClock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = FakeClock()
-    monkeypatch.setattr(process_clock, "now", lambda: clock.now)
+    monkeypatch.setattr(processes, "process_clock", SimpleNamespace(now=lambda: clock.now))
     return clock
 
 

@@ -11,13 +11,14 @@ import signal
 import time
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from realhf.api.config import MonitorConfig
-from realhf.base import process_clock
 from realhf.base.installation import git_state
+from realhf.monitor import display as display_module
 from realhf.monitor.display import Display, LiveDisplay, evaluation_line, make_display, step_line
 from realhf.monitor.events import EventStream, parse_event
 from realhf.monitor.metrics import success_by_group
@@ -216,7 +217,8 @@ def test_lines_stand_behind_the_seconds_of_the_run(monkeypatch):
     time out."""
     console = Console(file=io.StringIO(), width=120)
     display = Display(console)
-    monkeypatch.setattr(process_clock, "now", lambda: time.monotonic() - 1000.0)
+    clock = SimpleNamespace(now=lambda: time.monotonic() - 1000.0)
+    monkeypatch.setattr(display_module, "process_clock", clock)
     display.show({"kind": "phase", "text": "goes on"})
     assert 0 <= float(console.file.getvalue().split()[0]) < 1000
 

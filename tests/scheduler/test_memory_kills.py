@@ -10,11 +10,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from realhf.base import process_clock
 from realhf.launch.processes import failure_message
+from realhf.scheduler import local
 from realhf.scheduler.base import WorkerExit
 from realhf.scheduler.local import OOM_KILLED, RECENT_KILL_S, OomKillMonitor
 
@@ -53,7 +54,7 @@ def test_a_kill_in_the_own_group_is_seen_for_a_while(
     groups = tmp_path / "groups"
     proc = tmp_path / "proc"
     clock = [100.0]
-    monkeypatch.setattr(process_clock, "now", lambda: clock[0])
+    monkeypatch.setattr(local, "process_clock", SimpleNamespace(now=lambda: clock[0]))
     line = {
         "second": "0::/job/run",
         "container": "0::/",

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -190,7 +191,9 @@ async def drive(monkeypatch, outcomes, seconds) -> tuple[dict[str, Any], list[fl
         return outcome
 
     monkeypatch.setattr(trajectory_client, "sleep", pause)
-    monkeypatch.setattr(trajectory_client.process_clock, "now", lambda: sum(pauses))
+    monkeypatch.setattr(
+        trajectory_client, "process_clock", SimpleNamespace(now=lambda: sum(pauses))
+    )
     async with AsyncTrajectoryClient("http://server", retry_for_s=seconds) as client:
         client._http = httpx.AsyncClient(base_url=client.url, transport=httpx.MockTransport(answer))
         return await client.status(), pauses
