@@ -11,7 +11,7 @@ SEED ?= 1
 # Slow tests wait for processes half of their time, so two cores have room for six; each needs 2.5 GB with what it starts.
 TEST_PROCESSES ?= $(shell awk '/^MemTotal/ {n = int($$2 / 2.5e6); print (n < 2 ? 2 : n > 6 ? 6 : n)}' /proc/meminfo || echo 6)
 # Every process collects all tests first, and fast ones hardly wait.
-FAST_PROCESSES ?= 3
+FAST_PROCESSES ?= 2
 # Cases of a parametrized test, drawn by the commit; 0 means all.
 CASES ?= 8
 FAST_CASES ?= 5

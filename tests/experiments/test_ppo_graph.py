@@ -19,6 +19,8 @@ from realhf.launch.build import BuiltExperiment, build_experiment, print_check
 from realhf.launch.checks import check_config
 from realhf.launch.compose import compose_config
 
+pytestmark = pytest.mark.slow
+
 SIX = [["actor_gen"], ["critic_inf", "ref_inf", "rew_inf"], ["actor_train", "critic_train"]]
 
 
@@ -31,7 +33,6 @@ def built(*arguments: str) -> BuiltExperiment:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.slow
 @pytest.mark.parametrize("environment", ["aws", "countdown"])
 def test_six_calls_of_which_three_and_two_may_overlap(environment: str) -> None:
     made = built("experiment=ppo", f"env={environment}", "critic.workers=[1]", "ref.workers=[2]")
@@ -47,7 +48,6 @@ def test_six_calls_of_which_three_and_two_may_overlap(environment: str) -> None:
     assert actor.head == made.spec.models["ref"].head == "lm" and made.spec.export_role == "actor"
 
 
-@pytest.mark.slow
 def test_without_a_kl_term_there_is_no_reference_and_the_critic_reads_no_log_probabilities() -> (
     None
 ):
@@ -56,7 +56,6 @@ def test_without_a_kl_term_there_is_no_reference_and_the_critic_reads_no_log_pro
     assert not {key for key in made.graph.inputs("critic_train") if "logprobs" in key}
 
 
-@pytest.mark.slow
 def test_both_train_calls_are_told_the_same() -> None:
     options = (
         "ppo.gae_lambda=0.9",
@@ -83,7 +82,6 @@ def test_both_train_calls_are_told_the_same() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_what_the_critic_cannot_recompute_a_call_computes() -> None:
     """The KL part of the reward is that of the proximal policy, which only the actor knows."""
     made = built("experiment=ppo", "env=countdown", "ppo.ratio=sequence")
@@ -99,7 +97,6 @@ def test_what_the_critic_cannot_recompute_a_call_computes() -> None:
         )
 
 
-@pytest.mark.slow
 def test_asynchronously_the_critic_stays_at_the_trainer() -> None:
     made = built("experiment=ppo_async", "env=countdown")
     assert made.graph.topological_levels() == [
@@ -112,7 +109,6 @@ def test_asynchronously_the_critic_stays_at_the_trainer() -> None:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -170,7 +166,6 @@ def test_mistakes_are_named_before_anything_starts(arguments: tuple[str, ...], s
         built(*arguments, "env=countdown")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "option", ["ppo.ppo_n_minibatches=2", "ppo.sample_reuse=2", "critic.n_minibatches=2"]
 )
@@ -190,7 +185,6 @@ def test_a_clip_of_values_acts_from_the_second_update_of_a_step_on(option: str) 
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "arguments", "rate"),
     [
@@ -219,7 +213,6 @@ def test_a_large_critic_learns_at_the_actors_rate(
     )
 
 
-@pytest.mark.slow
 def test_a_critic_without_a_value_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an experiment of one's own may have it."""
     with_head = policy_gradient.critic_model
@@ -239,7 +232,6 @@ def folder(path: Path, config: dict[str, object], template: str = "{{ messages }
     return path
 
 
-@pytest.mark.slow
 def test_a_critic_reads_the_actors_tokens(tmp_path: Path) -> None:
     """It needs no chat template, but a context and a vocabulary that fit."""
     actor = folder(tmp_path / "actor", {"vocab_size": 100, "max_position_embeddings": 2048})
@@ -261,7 +253,6 @@ def test_a_critic_reads_the_actors_tokens(tmp_path: Path) -> None:
         built(*arguments, f"critic.path={short}")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "size"), [("builtin", 832), ("builtin_tiny", len(SPECIAL_TOKENS) + 256)]
 )

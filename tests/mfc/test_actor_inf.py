@@ -6,6 +6,8 @@ import torch
 from tests.mfc.graph_calls import TEMPERATURE
 from tests.mfc.mfc_bench import as_lists, random_tokens, sequences, shortened
 
+pytestmark = pytest.mark.slow
+
 GROUPS = [[12, 7], [9, 20]]
 
 
@@ -17,7 +19,6 @@ def expected_of(sample, logprobs):
     )
 
 
-@pytest.mark.slow
 def test_sampled_tokens_are_scored_at_the_training_temperature(bench, expected_logprobs):
     sample = random_tokens(GROUPS)
     outputs, stats = bench.run("actor_inf", sample, step=3)
@@ -29,7 +30,6 @@ def test_sampled_tokens_are_scored_at_the_training_temperature(bench, expected_l
     assert stats["n_tokens"] == sum(map(sum, GROUPS))
 
 
-@pytest.mark.slow
 def test_it_follows_the_policy_as_that_trains_and_the_reference_does_not(
     fresh, train_sample, expected_logprobs
 ):
@@ -65,7 +65,6 @@ def test_a_bad_input_is_one_error_and_the_next_call_is_served(bench):
     assert bench.run("actor_inf", sample).stats["n_tokens"] == sum(map(sum, GROUPS))
 
 
-@pytest.mark.slow
 def test_a_worker_that_is_killed_in_the_call_is_named(bench):
     assert "'model_worker/1' died" in bench.error_of_kill(
         "actor_inf", random_tokens(GROUPS, seed=4)

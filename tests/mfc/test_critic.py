@@ -12,6 +12,8 @@ from realhf.base.hf_config import VALUE_HEAD_FILE
 from tests.mfc.graph_calls import CRITIC_STEP, DISCOUNT, KL_REWARD, LAMBDA, TRAIN_OUTCOME
 from tests.mfc.mfc_bench import as_lists, random_tokens, replaced, sequences, shortened
 
+pytestmark = pytest.mark.slow
+
 GROUPS = [[9, 30, 2], [17, 5]]
 
 
@@ -119,7 +121,6 @@ def one_plain_step(critic, sample):
     }
 
 
-@pytest.mark.slow
 def test_a_step_is_that_of_plain_torch(fresh, critic_folder, train_sample):
     sample = train_sample()
     outputs, stats = fresh.run("critic_train", sample)
@@ -138,7 +139,6 @@ def test_a_step_is_that_of_plain_torch(fresh, critic_folder, train_sample):
     assert moved > 50 * 2e-5
 
 
-@pytest.mark.slow
 def test_values_after_a_step_are_in_units_of_the_returns_that_it_saw(
     fresh, critic_folder, train_sample
 ):
@@ -155,7 +155,6 @@ def test_values_after_a_step_are_in_units_of_the_returns_that_it_saw(
     torch.testing.assert_close(sampled, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.slow
 def test_the_actor_does_not_move_with_the_critic(fresh, train_sample):
     sample = random_tokens(GROUPS, seed=1)
     before = fresh.run("actor_inf", sample).outputs["proximal_logprobs"]
@@ -163,7 +162,6 @@ def test_the_actor_does_not_move_with_the_critic(fresh, train_sample):
     assert torch.equal(fresh.run("actor_inf", sample).outputs["proximal_logprobs"], before)
 
 
-@pytest.mark.slow
 def test_samples_of_several_owners_are_joined(fresh, train_sample):
     sample = random_tokens(GROUPS, seed=2)
     of_one = fresh.run("critic_inf", sample, n_owners=1).outputs["values"]
@@ -173,7 +171,6 @@ def test_samples_of_several_owners_are_joined(fresh, train_sample):
     assert fresh.run("critic_train", train_sample(2), n_owners=1).stats == stats
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "spoil", "words"),
     [
@@ -215,7 +212,6 @@ def test_a_key_that_its_owner_does_not_have_is_named(bench, train_sample, call, 
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.slow
 @pytest.mark.parametrize("call", ["critic_inf", "critic_train"])
 def test_a_worker_that_is_killed_in_the_call_is_named(bench, train_sample, call):
     assert "'model_worker/1' died" in bench.error_of_kill(call, train_sample(5))

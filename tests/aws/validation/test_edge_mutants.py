@@ -16,6 +16,8 @@ from tests.aws.validation.makings import makings
 from tests.aws.validation.mutant import Mutant
 from tests.aws.validation.mutant_player import MAX_STEPS, Goals, Played, play_mutant
 
+pytestmark = pytest.mark.slow
+
 
 def mutants(task_id: int, about: str) -> list[Mutant]:
     return [mutant for mutant in beside(instantiate(task_id, 0)) if mutant.about == about]
@@ -25,7 +27,6 @@ def extra(mutant: Mutant) -> Sequence[str]:
     return [mutant.commands[place] for place in mutant.proof]
 
 
-@pytest.mark.slow
 def test_what_needs_something_is_made_with_it() -> None:
     found = {operation: making.lines for operation, making in makings("ec2", 1)}
     rule = found["authorize-security-group-ingress"]
@@ -36,7 +37,6 @@ def test_what_needs_something_is_made_with_it() -> None:
     assert not any("tag" in operation for operation in found), "a tag is no thing of its own"
 
 
-@pytest.mark.slow
 def test_what_no_task_makes_is_made_up_from_the_model() -> None:
     found = {operation: making.called(OWN_NAME) for operation, making in makings("iam", 1)}
     key = found["create-access-key"]
@@ -66,7 +66,6 @@ def test_what_carries_the_targets_name_where_the_task_asks_for_it_is_left_to_the
     assert {one.expected for one in mutants(203, "nearly its names")} == {"unpaid"}
 
 
-@pytest.mark.slow
 def test_what_is_made_is_also_opened_to_anybody() -> None:
     found = [extra(one) for one in mutants(413, "own and open")]
     assert any("0.0.0.0/0" in lines[-1] and OWN_NAME in " ".join(lines) for lines in found)

@@ -17,6 +17,8 @@ from realhf.backends.training.torch_engine import TorchEngine
 from tests.backends.parallel import jobs, training
 from tests.backends.parallel.rank_processes import results, run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def test_ranks_add_up_to_the_same_bits_and_are_alone_outside_a_group_call() -> None:
     found = results(run_ranks(3, jobs.sums, 3))
@@ -101,7 +103,6 @@ def test_a_call_that_was_broken_off_at_its_very_end_has_failed(lonely_world: Tor
         lonely_world.abort("rank 1 failed")
 
 
-@pytest.mark.slow
 def test_groups_may_share_members_without_being_equal() -> None:
     sums = {"0": [11.0], "1": [110.0], "2": [111.0], "3": [101.0], "4": [11.0]}
     for rank, own in enumerate(results(run_ranks(3, jobs.overlapping, 3))):
@@ -115,7 +116,6 @@ def test_hosts_with_and_without_gpus_are_told_apart() -> None:
         assert "of the workers [0, 1, 2] that train together [0, 1] see no GPU" in outcome.text
 
 
-@pytest.mark.slow
 def test_a_worker_that_does_not_come_is_named_with_the_option() -> None:
     outcomes = run_ranks(3, jobs.one_never_loads, 3)
     for outcome in outcomes[:2]:

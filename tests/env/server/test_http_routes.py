@@ -17,6 +17,8 @@ from realhf.aws.server_config import AwsServerConfig
 from realhf.env.server import mcp
 from tests.env.server.fake_stage import FakePool, ask
 
+pytestmark = pytest.mark.slow
+
 TOKEN = "only-for-tests"
 
 
@@ -72,7 +74,6 @@ def test_stateless_reset_and_step_build_run_and_discard(http: httpx.Client) -> N
     assert http.get("/state").json()["step_count"] == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
     [
@@ -94,7 +95,6 @@ def test_a_bad_task_is_422_and_names_the_field(http: httpx.Client) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_a_refused_handshake_is_no_error_in_the_log() -> None:
     """A client without a token, or one too many, was told so; the server used to log each such
     answer as its error."""
@@ -108,7 +108,6 @@ def test_a_refused_handshake_is_no_error_in_the_log() -> None:
         assert "ERROR" not in server.output()
 
 
-@pytest.mark.slow
 def test_without_the_token_nothing_is_played(server: EnvServerProcess) -> None:
     for path in ("/reset", "/step", "/mcp"):
         assert httpx.post(server.url + path, json={}).status_code == 401
@@ -123,7 +122,6 @@ def test_a_body_without_a_sane_length_is_refused(http: httpx.Client) -> None:
     assert http.post("/mcp", content=b"x" * ((1 << 20) + 1)).status_code == 413
 
 
-@pytest.mark.slow
 def test_capacity_in_both_forms(server: EnvServerProcess, http: httpx.Client) -> None:
     with open_session(server):
         full = http.post("/reset", json={})
@@ -140,7 +138,6 @@ def test_capacity_in_both_forms(server: EnvServerProcess, http: httpx.Client) ->
     assert http.post("/reset", json={"task_id": 1}).status_code == 200
 
 
-@pytest.mark.slow
 def test_mcp_over_http(http: httpx.Client) -> None:
     tools = http.post("/mcp", json=rpc("tools/list")).json()["result"]["tools"]
     assert [tool["name"] for tool in tools] == ["aws"]
@@ -152,7 +149,6 @@ def test_mcp_over_http(http: httpx.Client) -> None:
     assert broken.json()["error"]["code"] == mcp.PARSE_ERROR
 
 
-@pytest.mark.slow
 def test_mcp_in_a_session_is_a_step_of_its_episode(server: EnvServerProcess) -> None:
     with open_session(server) as session:
         early = ask(session, {"type": "mcp", "data": CALL})
@@ -169,7 +165,6 @@ def test_mcp_in_a_session_is_a_step_of_its_episode(server: EnvServerProcess) -> 
         assert ask(session, {"type": "state"})["data"]["step_count"] == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("message", "code"),
     [

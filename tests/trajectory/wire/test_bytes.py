@@ -161,6 +161,7 @@ def test_small_answers_are_not_compressed():
 
 @settings(max_examples=25, deadline=None)
 @given(pieces=st.lists(st.binary(max_size=3000), max_size=5), level=st.integers(0, 3))
+@pytest.mark.slow
 def test_joined_deflate_segments_are_one_gzip_member(pieces, level):
     whole = b"".join(asyncio.run(encode.gzip_pieces(pieces, level)))
     reader = zlib.decompressobj(31)

@@ -29,6 +29,8 @@ from realhf.env.server.server import EnvServer, listen
 from realhf.env.server.spec.program import SpecServerConfig, prepare
 from tests.process_family import family, gone
 
+pytestmark = pytest.mark.slow
+
 ODD = f"{Path(__file__).with_name('odd_environment.py')}:ODD"
 DEADLINE_S = 60.0
 SESSIONS = 64
@@ -100,7 +102,6 @@ async def wait_until(condition: Callable[[], bool]) -> None:
     await asyncio.to_thread(wait_for, condition)
 
 
-@pytest.mark.slow
 async def test_every_demonstration_plays_to_success(sql: ServerProcess) -> None:
     """A task that is sent whole is the task that was meant, and the state tells which one it is."""
     spec = build_environment("sql", {})
@@ -189,7 +190,6 @@ async def test_a_wrong_frame_is_answered_and_the_session_goes_on(
         ] == "observation"
 
 
-@pytest.mark.slow
 async def test_sixty_four_sessions_play_at_once_and_one_more_is_refused(sql: ServerProcess) -> None:
     """Every session has a place to itself; the client too many is told to come back; all places are
     free afterwards."""
@@ -222,7 +222,6 @@ async def test_sixty_four_sessions_play_at_once_and_one_more_is_refused(sql: Ser
     await wait_until(lambda: metric(sql, "realhf_env_pool_free") == SESSIONS)
 
 
-@pytest.mark.slow
 async def test_a_client_that_is_killed_frees_its_place(odd: ServerProcess) -> None:
     """Its step is broken off, and the environment is closed."""
     code = (
@@ -297,7 +296,6 @@ async def test_a_failure_has_a_kind_and_costs_its_own_session_alone(
     await wait_until(lambda: metric(odd, "realhf_env_pool_free") == 3)
 
 
-@pytest.mark.slow
 async def test_threads_that_were_left_behind_are_counted_and_end(
     odd: ServerProcess, pipe: Path
 ) -> None:
@@ -328,7 +326,6 @@ async def test_a_step_that_was_not_executed_may_be_sent_again(odd: ServerProcess
         assert (await ask("step", {"content": "go"}))["type"] == "observation"
 
 
-@pytest.mark.slow
 async def test_a_reset_that_hangs_or_raises_is_an_error(odd: ServerProcess) -> None:
     async with session(odd) as ask:
         for mode, kind in (("hang", "timeout"), ("raise", "internal")):
@@ -389,7 +386,6 @@ async def test_the_tools_are_those_of_a_protocol_server(odd: ServerProcess) -> N
         )
 
 
-@pytest.mark.slow
 def test_descriptors_and_threads_balance(sql: ServerProcess, odd: ServerProcess) -> None:
     """After sessions of all kinds there is as much as before them. Runs behind the tests above,
     which warm it up."""
@@ -429,7 +425,6 @@ def test_descriptors_and_threads_balance(sql: ServerProcess, odd: ServerProcess)
         )
 
 
-@pytest.mark.slow
 async def test_sigterm_lets_a_step_end_and_leaves_nothing(tmp_path: Path) -> None:
     """Sessions are closed with 1001, and the process ends with 0."""
     began = tmp_path / "began"
@@ -457,7 +452,6 @@ async def test_sigterm_lets_a_step_end_and_leaves_nothing(tmp_path: Path) -> Non
         assert gone(children, 60)
 
 
-@pytest.mark.slow
 async def test_a_silent_session_gives_its_place_back() -> None:
     """And a server that was asked for it sends ``info``."""
     config = SpecServerConfig(port=0, pool_size=1, idle_timeout_s=0.3, info=True)
@@ -478,7 +472,6 @@ async def test_a_silent_session_gives_its_place_back() -> None:
         served.pool.stop()
 
 
-@pytest.mark.slow
 def test_there_are_no_more_sessions_than_instances(tmp_path: Path) -> None:
     """What the environment allows at once bounds the sessions, also in what the server says of
     itself."""
@@ -496,7 +489,6 @@ def test_there_are_no_more_sessions_than_instances(tmp_path: Path) -> None:
     served.pool.stop()
 
 
-@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("arguments", "told"),
