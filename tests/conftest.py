@@ -70,6 +70,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_unconfigure() -> None:
+    """Collect garbage once, so that its warnings are printed, and leave the rest out. At its end
+    pytest collects ten times, which takes seconds in a process that has run thousands of tests."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow files come first, lest one process ends with them while the other has nothing left to
     do; mixed if several processes share them. Tests that were not asked for are deselected."""
