@@ -80,7 +80,7 @@ def deselect_opt_in(config: pytest.Config, items: list[pytest.Item]) -> None:
             }
     if not config.getoption(NIGHTLY.option):
         drawn = [item for item in items if item.nodeid not in targets and item.nodeid not in named]
-        limit = config.getoption("--max-cases")
+        limit = config.getoption("--max-cases") or 0
         left_out = unsampled(drawn, commit_id(config.rootpath), limit)
         targets |= {item.nodeid: NIGHTLY.target for item in left_out}
     deselected = [item for item in items if item.nodeid in targets]
