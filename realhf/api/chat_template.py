@@ -166,12 +166,16 @@ class TemplateChat:
             del ids[: self._count_sampled_end(ids, end)]
         return ids
 
-    def parse(self, token_ids: Sequence[int], tools: Tools = ()) -> AssistantMessage:
+    def parse(
+        self, token_ids: Sequence[int], tools: Tools = (), *, text: str | None = None
+    ) -> AssistantMessage:
         """Return the parsed policy turn (``tool_parser.parse_turn``); its token count includes the
-        stop id. Never raises."""
-        return parse_turn(
-            self.decode(token_ids), self.family, token_count=len(token_ids), tools=tools
-        )
+        stop id. Never raises.
+
+        text: the text of the turn if it ends before that of the ids (None: all of it).
+        """
+        words = self.decode(token_ids) if text is None else text
+        return parse_turn(words, self.family, token_count=len(token_ids), tools=tools)
 
     def first(self, text: str) -> list[int]:
         """Return the ids of the system prompt and one user message, with the generation prompt."""

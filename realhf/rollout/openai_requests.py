@@ -1,4 +1,5 @@
-"""Requests for chat completions, as the ``openai`` package sends them: validation and parsing.
+"""Messages of conversations, and requests for chat completions, as the ``openai`` package sends
+them: validation and parsing.
 
 A client sends earlier answers back, but not byte for byte: it may write JSON arguments differently,
 and an empty content as null or not at all. ``OpenAiMessage`` objects of such variants are equal;
@@ -19,6 +20,15 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from realhf.api.environment import AssistantMessage
 from realhf.api.messages import message_problems
 from realhf.api.tool_parser import CallProblem, read_json
+from realhf.rollout.answer_rules import (
+    AnswerRules,
+    JsonAnswer,
+    ToolChoice,
+    check_stop,
+    check_tool_names,
+)
+from realhf.rollout.api_errors import ApiError, invalid, unsupported
+from realhf.rollout.json_schema import JsonSchema, read_schema
 
 _WHOLE_FLOATS = 2.0**53
 """Every integer below this number can be represented exactly as a float."""
@@ -66,22 +76,8 @@ class OpenAiMessage:
         return body
 
 
-@dataclass(frozen=True)
-class Tools:
-    """Tools offered in a request."""
-
-    schemas: tuple[Mapping[str, Any], ...] = ()
-    """Descriptions of the tools in the form of the chat API."""
-    read_calls: bool = False
-    """Whether calls in the policy's answer are parsed; otherwise they remain text."""
-
-    @property
-    def key(self) -> str:
-        """String that identifies the tools as the policy sees them."""
-        return json.dumps(self.schemas)
-
-
-NO_TOOLS = Tools()
+ToolSchemas = tuple[Mapping[str, Any], ...]
+"""Descriptions of the tools that a request offers, in the form of the chat API."""
 
 
 def call_body(call: OpenAiCall) -> dict[str, Any]:
@@ -94,22 +90,28 @@ def call_body(call: OpenAiCall) -> dict[str, Any]:
 
 
 def build_message(
-    turn: AssistantMessage, prompt: Sequence[int], ids: Sequence[int]
+    turn: AssistantMessage,
+    prompt: Sequence[int],
+    ids: Sequence[int],
+    *,
+    reads_calls: bool = True,
+    without_reasoning: bool = False,
 ) -> OpenAiMessage:
     """Return the message that a client gets for a turn that was sampled as ``ids`` after
     ``prompt``.
 
     The ids of its calls are a hash of ``prompt`` and ``ids``. Calls that could not be parsed remain
-    in the content. If no call could be parsed, the content is the whole text.
+    in the content. If no call could be parsed, or calls are not read, the content is the whole
+    text; ``without_reasoning`` leaves out the reasoning.
     """
-    calls = [call for call in turn.tool_calls if not call.problem]
-    if not calls:
+    calls = [call for call in turn.tool_calls if not call.problem] if reads_calls else []
+    if not calls and not without_reasoning:
         return OpenAiMessage("assistant", turn.text)
-    broken = dict.fromkeys(call.text for call in turn.tool_calls if call.problem)
+    problems = dict.fromkeys(call.text for call in turn.tool_calls if call not in calls)
     digest = hashlib.blake2b(array("q", [len(prompt), *prompt, *ids]).tobytes(), digest_size=16)
     return OpenAiMessage(
         "assistant",
-        "\n".join(filter(None, [turn.content, *broken])),
+        "\n".join(filter(None, [turn.content, *problems])),
         tuple(
             OpenAiCall(
                 _call_id(digest.digest(), number),
@@ -165,20 +167,6 @@ _ROLES = {
 """Maps each role of the API to the role that chat templates use."""
 
 
-class ApiError(Exception):
-    """Error response of the OpenAI API, with HTTP status, code and message."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-
-    def body(self) -> dict[str, Any]:
-        """Return the JSON body of the error, as the OpenAI API writes it."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "code": self.code, "param": None}}
-
-
 class TextPart(BaseModel):
     """One text part of a message's content."""
 
@@ -226,6 +214,7 @@ class ChatMessage(BaseModel):
     content: Annotated[str | list[TextPart] | None, BeforeValidator(_check_content)] = None
     tool_calls: list[CallPart] | None = None
     tool_call_id: str | None = Field(None, max_length=256)
+    model_config = ConfigDict(extra="allow")
 
     def text(self) -> str:
         """Return the whole content as one string."""
@@ -234,6 +223,13 @@ class ChatMessage(BaseModel):
             if isinstance(self.content, str)
             else "".join(part.text for part in self.content or ())
         )
+
+    def check_served(self, param: str) -> None:
+        """Raise ApiError for a field whose meaning would be lost; ``param`` is the message's
+        place."""
+        for name, served in _REFUSED_OF_MESSAGES.items():
+            if (self.model_extra or {}).get(name):
+                raise unsupported(f"{param}.{name}", served)
 
     def calls(self) -> tuple[OpenAiCall, ...]:
         """Return the tool calls."""
@@ -270,79 +266,188 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+_IGNORED = frozenset(
+    {
+        "frequency_penalty",
+        "max_completion_tokens",
+        "max_tokens",
+        "metadata",
+        "min_p",
+        "prediction",
+        "presence_penalty",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "reasoning_effort",
+        "repetition_penalty",
+        "safety_identifier",
+        "seed",
+        "service_tier",
+        "store",
+        "temperature",
+        "top_k",
+        "top_p",
+        "user",
+        "verbosity",
+    }
+)
+"""Fields that are ignored: the policy is sampled as it is trained, and answers are not stored."""
+_GEN_OPTIONS = "the policy is sampled as it is trained (gen.*)"
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "audio": ((), "answers are text"),
+    "chat_template": ((), "set it in the tokenizer of actor.path"),
+    "chat_template_kwargs": (({},), "set actor.chat_template_kwargs"),
+    "function_call": (("auto", "none"), "use tool_choice"),
+    "functions": (([],), "use tools"),
+    "logit_bias": (({},), _GEN_OPTIONS),
+    "modalities": ((["text"],), "answers are text"),
+    "n": ((1,), "an answer has one choice; send several requests"),
+    "top_logprobs": ((0,), "logprobs are those of the sampled tokens only"),
+    "web_search_options": ((), "nothing is searched; offer a tool"),
+}
+"""Fields that would change the answer and are not served: the values that ask for nothing, and what
+is served."""
+_REFUSED_OF_MESSAGES = {
+    "audio": "only text is read",
+    "function_call": "use tool_calls",
+    "refusal": "answers contain no refusal",
+    "prefix": "an answer does not continue a message",
+}
+"""Fields of a message that would be lost, and what is served."""
+
+
 class ChatRequest(BaseModel):
-    """Body of a request: the fields that the endpoint honours or refuses.
+    """Body of a request: the fields that the endpoint honours, and all others in ``model_extra``.
 
     The policy is sampled as it is trained, so temperature, top_p, max_tokens, seed and the like are
-    ignored, as are unknown fields. For the same reason the policy cannot be forced to call a tool,
-    or limited to one call: ``tool_choice`` is auto or none.
+    ignored (``_IGNORED``). Every other field is refused unless it asks for nothing.
     """
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    model: str = ""
-    stream: bool = False
+    model: str | None = None
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    n: int | None = None
     stop: Any = None
     tools: list[Annotated[dict[str, Any], AfterValidator(_check_tool)]] | None = Field(
         None, max_length=MAX_TOOLS
     )
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    functions: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: Any = None
 
     def conversation(self) -> list[OpenAiMessage]:
-        """Return the messages. Raises ApiError for features that the endpoint does not support."""
-        self._check_supported()
+        """Return the messages. Raises ApiError for fields and messages that are not served."""
+        self._check_served()
         tool_of: dict[str, str] = {}
         messages = []
-        for message in self.messages:
-            role = _template_role(message.role)
+        for number, message in enumerate(self.messages):
+            message.check_served(f"messages.{number}")
+            role = _template_role(message.role, f"messages.{number}.role")
             calls = message.calls()
-            if (calls and role != "assistant") or (role == "tool") != (
-                message.tool_call_id is not None
-            ):
-                raise ApiError(
-                    400,
-                    "invalid_request",
-                    "tool_calls are an assistant's, tool_call_id is a tool's",
+            if calls and role != "assistant":
+                raise invalid(f"messages.{number}.tool_calls", "only an assistant makes calls")
+            if (role == "tool") != (message.tool_call_id is not None):
+                raise invalid(
+                    f"messages.{number}.tool_call_id", "messages of the role tool have one"
                 )
             tool_of |= {call.id: call.name for call in calls}
             call_id = message.tool_call_id or ""
             messages.append(
                 OpenAiMessage(role, message.text(), calls, call_id, tool_of.get(call_id, ""))
             )
-        for problem in message_problems(
-            [message.for_template() for message in messages], "messages"
-        ):
-            raise ApiError(400, "invalid_request", problem)
+        check_messages(messages)
         return messages
 
-    def parse_tools(self) -> Tools:
-        """Return the tools. With ``tool_choice`` none, the policy still sees them."""
-        schemas = tuple(self.tools or ())
-        return Tools(schemas, bool(schemas) and self.tool_choice in (None, "auto"))
+    def parse_tools(self) -> ToolSchemas:
+        """Return the offered tools. The policy sees them with every ``tool_choice``."""
+        return tuple(self.tools or ())
 
-    def _check_supported(self) -> None:
-        is_refused = {
-            "n": self.n not in (None, 1),
-            "top_logprobs": bool(self.top_logprobs),
-            "stop": bool(self.stop),
-            "functions": bool(self.functions),
-            "tool_choice": self.tool_choice not in (None, "auto", "none"),
-            "parallel_tool_calls": bool(self.tools) and self.parallel_tool_calls is False,
-            "response_format": self.response_format not in (None, {"type": "text"}),
-        }
-        for name, refused in is_refused.items():
-            if refused:
-                raise ApiError(400, "unsupported", f"{name}: not supported by this endpoint")
+    def parse_rules(self) -> AnswerRules:
+        """Return what the request asks of the answer. Raises ApiError."""
+        choice, names = _read_tool_choice(self.tool_choice)
+        rules = AnswerRules(
+            stop=_read_stop(self.stop),
+            tool_choice=choice,
+            tool_names=names,
+            parallel_calls=self.parallel_tool_calls is not False,
+            json=_read_response_format(self.response_format),
+            strict_tools=read_strict_tools(self.parse_tools()),
+        )
+        check_tool_names(rules, self.parse_tools())
+        return rules
+
+    def _check_served(self) -> None:
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in _IGNORED:
+                continue
+            harmless, served = _REFUSED.get(name, ((), "this field is not served"))
+            if value not in harmless:
+                raise unsupported(name[:64], served)
 
 
-def _template_role(role: str) -> str:
+def check_messages(messages: Sequence[OpenAiMessage]) -> None:
+    """Raise ApiError for messages that no chat template can render."""
+    for problem in message_problems([message.for_template() for message in messages], "messages"):
+        raise ApiError(400, "invalid_request", problem, "messages")
+
+
+def read_strict_tools(tools: ToolSchemas) -> dict[str, JsonSchema]:
+    """Return the schemas of the arguments of those tools that are ``strict``. Raises ApiError."""
+    return {
+        tool["function"]["name"]: read_schema(
+            tool["function"].get("parameters") or {}, f"tools.{number}.function.parameters"
+        )
+        for number, tool in enumerate(tools)
+        if tool["function"].get("strict") is True
+    }
+
+
+def _template_role(role: str, param: str) -> str:
     if role not in _ROLES:
-        raise ApiError(400, "unsupported", f"messages of the role {role[:32]!r} are not supported")
+        raise unsupported(param, f"the roles are {', '.join(_ROLES)}, not {role[:32]!r}")
     return _ROLES[role]
+
+
+def _read_stop(value: object) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else value
+    if strings is None:
+        return ()
+    if not isinstance(strings, list) or not all(isinstance(each, str) for each in strings):
+        raise invalid("stop", "a string or a list of strings")
+    return check_stop(strings)
+
+
+def _read_tool_choice(value: Any) -> tuple[ToolChoice, tuple[str, ...]]:
+    """Return whether the answer has to contain calls, and the tools that it may call. Raises
+    ApiError."""
+    match value:
+        case None | "auto":
+            return "auto", ()
+        case "none":
+            return "none", ()
+        case "required":
+            return "required", ()
+        case {"type": "function", "function": {"name": str(name)}}:
+            return "required", (name,)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [_, *_] as tools}}:
+            names = [_read_tool_choice(tool)[1] for tool in tools if isinstance(tool, Mapping)]
+            if mode in ("auto", "required") and len(names) == len(tools):
+                return mode, tuple(name for each in names for name in each)
+    raise unsupported(
+        "tool_choice", "auto, none, required, a function by its name, or allowed_tools are served"
+    )
+
+
+def _read_response_format(value: Any) -> JsonAnswer | None:
+    match value:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return JsonAnswer()
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            return JsonAnswer(read_schema(schema, "response_format.json_schema.schema"))
+        case {"type": "json_schema"}:
+            raise invalid("response_format.json_schema.schema", "the schema is missing")
+    raise unsupported("response_format", "text, json_object and json_schema are served")

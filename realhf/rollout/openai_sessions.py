@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,8 +31,11 @@ from realhf.api.rollout import (
     PlayedTurn,
     RolloutOutcome,
 )
+from realhf.api.tool_parser import read_json
+from realhf.rollout.answer_rules import NO_RULES, AnswerRules, StopMatch, find_stop
+from realhf.rollout.api_errors import ApiError
 from realhf.rollout.episode import EpisodeLimits, TokenBuffer, make_outcome, state_number
-from realhf.rollout.openai_requests import NO_TOOLS, ApiError, OpenAiMessage, Tools, build_message
+from realhf.rollout.openai_requests import OpenAiMessage, ToolSchemas, build_message
 
 _SLOT_STRIDE = 1 << 40
 """Difference between the cache slots of consecutive conversations of a session; it exceeds the
@@ -49,7 +53,11 @@ class TurnMark:
     tokens: int
     """Number of completion ids up to and including the turn."""
     ended: bool
-    """Whether a sampled stop id ended the turn."""
+    """Whether a sampled stop id ended the turn. The template's end of a turn follows it otherwise,
+    which was not sampled."""
+    cut: bool
+    """Whether a limit of tokens ended the turn. Neither it nor a stop id did if a stop string of
+    the request did."""
     turn: AssistantMessage
     """The policy's turn."""
     reply: str
@@ -67,7 +75,7 @@ class Branch:
     tokens: TokenBuffer
     """Tokens of the conversation."""
     tools: str
-    """``Tools.key`` of the tools in the conversation's requests."""
+    """JSON text of the tools in the conversation's requests."""
     messages: list[OpenAiMessage] = field(default_factory=list)
     """The messages that ``tokens`` encodes."""
     marks: list[TurnMark] = field(default_factory=list)
@@ -125,16 +133,22 @@ class OpenTurn:
     """Messages that have not been added to the branch yet."""
     between: list[int]
     """Ids that follow those of the branch and precede the turn."""
-    tools: Tools = NO_TOOLS
+    tools: ToolSchemas = ()
     """Tools of the request."""
+    rules: AnswerRules = NO_RULES
+    """What the request asks of the answer."""
     parts: list[GenOutput] = field(default_factory=list)
     """Outputs of the engine so far."""
     parsed: AssistantMessage = field(default_factory=lambda: AssistantMessage(""))
     """The parsed turn, once it is complete."""
     answer: OpenAiMessage = field(default_factory=lambda: OpenAiMessage("assistant", ""))
     """The message that the agent gets, once the turn is complete."""
-    reply: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
-    """Id of the completion."""
+    stop: StopMatch | None = None
+    """The stop string that ended the turn; None if none did."""
+    broken: tuple[str, ...] = ()
+    """Names of the rules that the answer breaks, once the turn is complete."""
+    reply: str = field(default_factory=lambda: secrets.token_hex(12))
+    """Id of the completion. An API may change it to its own form before the turn is kept."""
 
     def __post_init__(self) -> None:
         self.prompt = self.branch.tokens.prefix() + self.between
@@ -151,8 +165,14 @@ class OpenTurn:
 
     @property
     def finish_reason(self) -> str:
-        """Finish reason of the last part (see ``GenOutput``)."""
-        return self.parts[-1].finish_reason
+        """``stop`` or ``length``: whether a stop id or a stop string ended the turn, or a limit of
+        tokens."""
+        return "stop" if self.stop is not None else self.parts[-1].finish_reason
+
+    @property
+    def ended(self) -> bool:
+        """Whether a sampled stop id ended the turn."""
+        return self.stop is None and self.parts[-1].finish_reason == "stop"
 
     @property
     def text(self) -> str:
@@ -163,6 +183,20 @@ class OpenTurn:
         """Return the engine's request to generate the rest of the turn."""
         ids = self.ids
         return GenRequest(self.branch.slot, self.prompt + ids, len(ids), self.branch.seed)
+
+    def stop_at(self, stop: StopMatch) -> None:
+        """End the turn at a stop string: drop the tokens after the one that completes it."""
+        self.stop = stop
+        left = stop.tokens
+        for number, part in enumerate(self.parts):
+            self.parts[number] = replace(
+                part,
+                token_ids=part.token_ids[:left],
+                logprobs=part.logprobs[:left],
+                versions=part.versions[:left],
+            )
+            left -= len(self.parts[number].token_ids)
+        self.parts = [part for part in self.parts if part.token_ids]
 
 
 class TokenLedger:
@@ -181,6 +215,8 @@ class TokenLedger:
         """Cache slots of all conversations, including conversations without a kept turn."""
         self.turns = 0
         """Number of kept turns."""
+        self.broken = 0
+        """Number of kept turns that broke a rule of their request."""
         self.limit_hit = ""
         """Status for the limit at which the last turn was refused; "" once another turn is kept."""
         self.refusals: dict[str, str] = {}
@@ -192,7 +228,12 @@ class TokenLedger:
         self._first_slot = slot
         self._seed = seed
 
-    def begin(self, messages: Sequence[OpenAiMessage], tools: Tools = NO_TOOLS) -> OpenTurn:
+    def begin(
+        self,
+        messages: Sequence[OpenAiMessage],
+        tools: ToolSchemas = (),
+        rules: AnswerRules = NO_RULES,
+    ) -> OpenTurn:
         """Start the turn that follows ``messages``.
 
         Raises ApiError if a limit is exceeded, or if the model's chat template cannot render the
@@ -207,6 +248,7 @@ class TokenLedger:
             )
         try:
             turn = self._open_turn(messages, tools)
+            turn.rules = rules
         except ChatTemplateError as error:
             raise ApiError(400, "unsupported", str(error)) from error
         if turn.branch.tokens.room - len(turn.between) < limits.turn_tokens:
@@ -227,7 +269,8 @@ class TokenLedger:
         )
 
     def add(self, turn: OpenTurn, output: GenOutput) -> bool:
-        """Add an output of the engine to a turn; return whether the turn is complete.
+        """Add an output of the engine to a turn; return whether the turn is complete, which it also
+        is if it contains a stop string of its request.
 
         Raises ValueError for an invalid output, and ApiError if the engine's context leaves no room
         for the turn.
@@ -250,14 +293,28 @@ class TokenLedger:
             )
         if count or full:
             turn.parts.append(output)
-        if interrupted:
+        if stop := find_stop(turn.ids, turn.rules.stop, self._chat.decode):
+            turn.stop_at(stop)
+        elif interrupted:
             return False
-        ids = turn.ids
-        turn.parsed = self._chat.parse(ids, turn.tools.schemas)
-        turn.answer = OpenAiMessage("assistant", turn.text)
-        if turn.tools.read_calls:
-            turn.answer = build_message(turn.parsed, turn.prompt, ids)
+        self._build_answer(turn)
         return True
+
+    def _build_answer(self, turn: OpenTurn) -> None:
+        """Parse a complete turn and check the rules of its request."""
+        ids = turn.ids
+        rules = turn.rules
+        text = None if turn.stop is None else turn.stop.text
+        turn.parsed = self._chat.parse(ids, turn.tools, text=text)
+        turn.answer = build_message(
+            turn.parsed,
+            turn.prompt,
+            ids,
+            reads_calls=bool(turn.tools) and rules.reads_calls,
+            without_reasoning=rules.json is not None,
+        )
+        calls = [(call.name, read_json(call.arguments, 0)[0]) for call in turn.answer.calls]
+        turn.broken = rules.find_broken(turn.answer.content, calls)
 
     def keep(self, turn: OpenTurn) -> None:
         """Add a complete turn to its trajectory, because it is returned to the agent."""
@@ -268,16 +325,22 @@ class TokenLedger:
         for number, part in enumerate(turn.parts):
             branch.tokens.append_policy(part, continues=number > 0)
         branch.messages += [*turn.messages, turn.answer]
-        ended = turn.finish_reason == "stop"
-        n_tokens = len(branch.tokens.completion_ids)
         branch.marks.append(
-            TurnMark(len(branch.messages), n_tokens, ended, turn.parsed, turn.reply)
+            TurnMark(
+                len(branch.messages),
+                len(branch.tokens.completion_ids),
+                turn.ended,
+                turn.finish_reason == "length",
+                turn.parsed,
+                turn.reply,
+            )
         )
         if branch not in self.branches:
             self.branches.append(branch)
         branch.busy = False
         self._n_running -= 1
         self.turns += 1
+        self.broken += bool(turn.broken)
 
     def discard(self, turn: OpenTurn) -> None:
         """Drop a turn that failed or whose client has disconnected."""
@@ -298,18 +361,18 @@ class TokenLedger:
         most first, and among equals the latest first."""
         return sorted(reversed(self.branches), key=lambda branch: -branch.n_sampled)
 
-    def _open_turn(self, messages: Sequence[OpenAiMessage], tools: Tools) -> OpenTurn:
+    def _open_turn(self, messages: Sequence[OpenAiMessage], tools: ToolSchemas) -> OpenTurn:
         """Return a turn that follows ``messages``: in a conversation that they continue, in a
         branch of one, or in a new conversation."""
-        key = tools.key
+        key = json.dumps(tools)
         branch, mark = self._find_continuation(messages, key)
         if branch is None or mark is None:
-            prompt = self._chat.opening(_to_dicts(messages), tools.schemas)
+            prompt = self._chat.opening(_to_dicts(messages), tools)
             return OpenTurn(self._new_branch(prompt, key), list(messages), [], tools)
         tail = list(messages[mark.messages :])
         end = branch.tokens.completion_ids[mark.tokens - 1]
         between = self._chat.following_messages(
-            _to_dicts(tail), ended=mark.ended, end=end, tools=tools.schemas
+            _to_dicts(tail), ended=mark.ended, end=end, tools=tools
         )
         if mark is branch.marks[-1] and not branch.busy:
             return OpenTurn(branch, tail, between, tools)
@@ -416,16 +479,24 @@ class OpenAiSession:
         self._llm = llm
         self._running: set[asyncio.Task[None]] = set()
 
-    async def sample(self, messages: Sequence[OpenAiMessage], tools: Tools = NO_TOOLS) -> OpenTurn:
+    async def sample(
+        self,
+        messages: Sequence[OpenAiMessage],
+        tools: ToolSchemas = (),
+        rules: AnswerRules = NO_RULES,
+    ) -> OpenTurn:
         """Sample the policy's next turn, which the caller must ``keep`` or ``discard``. Raises
-        ApiError."""
+        ApiError.
+
+        An answer that breaks ``rules`` is returned like any other; ``OpenTurn.broken`` names them.
+        """
         if self.ended.is_set():
             raise _session_over_error("this session has ended")
         if len(self._running) >= MAX_AT_ONCE:
             raise ApiError(
                 429, "too_many_requests", f"this session has {MAX_AT_ONCE} requests under way"
             )
-        turn = self.ledger.begin(messages, tools)
+        turn = self.ledger.begin(messages, tools, rules)
         earlier_error = self.engine_error
         work = asyncio.ensure_future(self._sample(turn))
         self._running.add(work)
@@ -551,7 +622,7 @@ class OpenAiSession:
             task_text=ending.task_text,
             message=message,
             timings={"branches": float(len(self.ledger.branches))},
-            last_turn_cut=bool(branch and branch.marks and not branch.marks[-1].ended),
+            last_turn_cut=bool(branch and branch.marks and branch.marks[-1].cut),
             out_of_turns=status == "max_turns" and self.ledger.is_out_of_turns(ending.task),
             turn_rewards=rewards,
             turn_states=branch.states() if branch else (),

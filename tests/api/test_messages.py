@@ -31,7 +31,8 @@ from realhf.env.loader.load import build_environment
 from realhf.env.loader.validation import BrokenContract
 from realhf.env.openenv_client import StepResult
 from realhf.env.server.spec.messages import opening_observation, turn_observation
-from realhf.rollout.openai_requests import ApiError, ChatRequest
+from realhf.rollout.api_errors import ApiError
+from realhf.rollout.openai_requests import ChatRequest
 from realhf.rollout.player import SlotEnvironment
 from realhf.trajectory.wire.intake import Offload, parse_groups
 from realhf.web.refusal import Refusal

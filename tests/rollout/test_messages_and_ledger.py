@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from realhf.api.environment import AssistantMessage, ToolCall
 from realhf.api.model import GenOutput
 from realhf.api.rollout import MAX_BRANCHES
+from realhf.rollout.api_errors import ApiError
 from realhf.rollout.episode import EpisodeLimits
 from realhf.rollout.openai_requests import (
-    ApiError,
     OpenAiCall,
     OpenAiMessage,
     build_message,

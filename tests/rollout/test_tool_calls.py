@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from realhf.api.chat_template import TemplateChat
 from realhf.api.model import GenOutput
 from realhf.rollout.episode import EpisodeLimits
-from realhf.rollout.openai_requests import ApiError, ChatMessage, ChatRequest
+from realhf.rollout.api_errors import ApiError
+from realhf.rollout.openai_requests import ChatMessage, ChatRequest
 from realhf.rollout.openai_sessions import Ending, OpenAiSession, TokenLedger
 from tests.api.chat.templates import INSISTS, LLAMA3, QWEN25, SMOLLM2, tokenizer
 from tests.rollout.black_box import Endpoint, FakeTokens, chat, served, serving, spelt

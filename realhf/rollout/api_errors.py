@@ -1,0 +1,58 @@
+"""Errors of the agents' endpoint, which each of its APIs writes in a form of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_MAX_CHARS = 300
+"""Maximum number of characters of a message about an invalid body."""
+
+
+class ApiError(Exception):
+    """Error of a request, with an HTTP status, a code for programs and a message for people.
+
+    It has no form of its own: the API that got the request writes it, for example with
+    ``openai_error``.
+    """
+
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        """Path of the field at fault, such as ``messages.0.content``; None if it is no field."""
+
+
+def unsupported(param: str, problem: str) -> ApiError:
+    """Return the error for a valid field that the endpoint does not serve. ``problem`` says what is
+    served."""
+    return ApiError(400, "unsupported", f"{param}: {problem}", param)
+
+
+def invalid(param: str, problem: str) -> ApiError:
+    """Return the error for a field with an invalid value."""
+    return ApiError(400, "invalid_request", f"{param}: {problem}", param)
+
+
+def from_validation(errors: Sequence[Any]) -> ApiError:
+    """Return the error for a body that pydantic refuses. ``errors`` are FastAPI's, whose locations
+    begin with ``body``."""
+    first = errors[0]
+    param = ".".join(str(part) for part in first["loc"][1:])
+    # pydantic's prefix for errors of our validators
+    problem = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, "invalid_request", f"{param}: {problem}"[:_MAX_CHARS], param or None)
+
+
+def openai_error(error: ApiError) -> dict[str, Any]:
+    """Return the body of an error in the form of the OpenAI APIs."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {
+        "error": {
+            "message": str(error),
+            "type": kind,
+            "code": error.code,
+            "param": error.param,
+        }
+    }
