@@ -50,6 +50,8 @@ TRAIN = [
     "safetensors",
     "tokenizers",
     "hydra-core>=1.3",
+    "jsonschema>=4.18",
+    "regex",
     "matplotlib",
     "tensorboard",
 ]

@@ -185,6 +185,9 @@ class RolloutOutcome:
     """Whether a limit of tokens ended the last policy turn."""
     out_of_turns: bool = False
     """Whether ``rollout.max_turns`` ended the episode although its task allowed another turn."""
+    broken_rules: float | None = None
+    """Fraction of the policy's turns whose answer broke a rule of the agent's request, of the turns
+    whose request had one; None if none had."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Components of the reward by name."""
     metrics: Mapping[str, float] = field(default_factory=dict)

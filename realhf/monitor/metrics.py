@@ -165,7 +165,7 @@ LENGTHS = Section(
 )
 ROLLOUTS = Section(
     "Rollouts and failures",
-    "Counts of the step's samples alone, in both kinds of runs.",
+    "Of the step's samples alone, in both kinds of runs.",
     (
         _rollout_metric(
             "rollouts/played",
@@ -184,6 +184,14 @@ ROLLOUTS = Section(
             "tokens",
             "tokens sampled for the step",
             (f"{ROLLOUT_CALL}/generated_tokens", "rollout/tokens"),
+        ),
+        _rollout_metric(
+            "rollouts/broken_rules",
+            "fraction",
+            "turns of a black-box agent whose answer was not what the request asked for "
+            "(`tool_choice`, `parallel_tool_calls`, `response_format`, `strict`), of the turns "
+            "whose request asked for something; mean over rollouts",
+            "broken_rules",
         ),
         Metric(
             "failures/<kind>",

@@ -72,6 +72,17 @@ class AnswerRules:
         """Whether calls are parsed; otherwise they stay text."""
         return self.tool_choice != "none"
 
+    @property
+    def has_checks(self) -> bool:
+        """Whether an answer can break a rule."""
+        return bool(
+            self.tool_choice == "required"
+            or self.tool_names
+            or not self.parallel_calls
+            or self.json is not None
+            or self.strict_tools
+        )
+
     def find_broken(self, content: str, calls: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
         """Return the rules that an answer breaks, in the names of the chat API.
 

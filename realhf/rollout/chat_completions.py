@@ -30,7 +30,7 @@ def add_routes(app: FastAPI, sessions: OpenAiSessions) -> None:
             return Response(status_code=499)
         logprobs = bool(body.logprobs)
         if body.stream:
-            usage = body.stream_options is not None and body.stream_options.include_usage
+            usage = bool(body.stream_options and body.stream_options.include_usage)
             events = stream_chunks(turn, sessions.chat, logprobs=logprobs, usage=usage)
             return StreamingResponse(events, media_type="text/event-stream")
         return JSONResponse(build_completion(turn, sessions.chat, logprobs=logprobs))

@@ -206,6 +206,9 @@ class PlayedGroup:
             "episode_s": [round(outcome.timings.get("wall_s", 0.0), 4) for outcome in valid],
             "turns": [len(outcome.turns) for outcome in valid],
             "out_of_turns": [int(outcome.out_of_turns) for outcome in valid],
+            "broken_rules": [
+                outcome.broken_rules for outcome in valid if outcome.broken_rules is not None
+            ],
             "tokens": sum(
                 sum(row.loss_mask) for outcome in valid for row in (outcome, *outcome.branches)
             ),

@@ -288,6 +288,8 @@ def rollout_statistics(outcomes: Sequence[RolloutOutcome]) -> dict[str, Any]:
         "turns": [float(len(outcome.turns)) for outcome in valid],
         "out_of_turns": [float(outcome.out_of_turns) for outcome in valid],
     }
+    if broken := [o.broken_rules for o in valid if o.broken_rules is not None]:
+        means["broken_rules"] = broken
     for group in sorted({outcome.group for outcome in valid if outcome.group}):
         means[f"success/{group}"] = [
             float(outcome.achieved) for outcome in valid if outcome.group == group

@@ -14,7 +14,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from realhf.api.tool_parser import CallProblem, check_value
-from realhf.rollout.api_errors import ApiError
+from realhf.base.installation import install_command
+from realhf.rollout.api_errors import ApiError, unsupported
 
 MAX_SCHEMA_CHARS = 1 << 16
 """Maximum number of characters of a schema as JSON text."""
@@ -22,7 +23,7 @@ MAX_PATTERN_CHARS = 512
 """Maximum number of characters of a regular expression."""
 _CACHED = 256
 """Number of schemas that are kept ready."""
-_MAX_WORK = 50_000
+_MAX_WORK = 20_000
 """Maximum work of one check: about the number of keywords, entries and items that are compared."""
 _PATTERN_S = 0.1
 """Maximum time of all regular expressions of one check, in seconds."""
@@ -106,7 +107,7 @@ class JsonSchema:
     """
 
     def __init__(self, text: str) -> None:
-        from jsonschema import Draft202012Validator, SchemaError
+        from jsonschema import Draft202012Validator, FormatChecker, SchemaError
         from jsonschema.validators import extend
 
         schema = json.loads(text)
@@ -115,7 +116,8 @@ class JsonSchema:
         for key in _IDENTITY:
             schema.pop(key, None)
         try:
-            Draft202012Validator.check_schema(schema, format_checker=None)
+            # Not even the format "regex" is checked, as patterns are compiled below.
+            Draft202012Validator.check_schema(schema, format_checker=FormatChecker(()))
         except SchemaError as error:
             place = "".join(f".{part}" for part in error.absolute_path)
             raise SchemaProblem(f"no valid schema: {place[1:]}: {error.message}"[:300]) from None
@@ -175,8 +177,11 @@ def read_schema(value: Any, param: str) -> JsonSchema:
     except (CallProblem, ValueError, RecursionError) as error:
         raise ApiError(400, "invalid_schema", f"{param}: {error}", param) from None
     except ImportError as error:
-        problem = f"{param}: schemas are checked with the package {error.name}, which is missing"
-        raise ApiError(400, "unsupported", problem, param) from error
+        raise unsupported(
+            param,
+            f"schemas are checked with the package {error.name}, which is not installed: "
+            f"{install_command('train')}",
+        ) from error
 
 
 @lru_cache(_CACHED)

@@ -15,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
 
 from realhf.api.environment import AssistantMessage
 from realhf.api.messages import message_problems
 from realhf.api.tool_parser import CallProblem, read_json
+from realhf.base.json_values import json_problem
 from realhf.rollout.answer_rules import (
     AnswerRules,
     JsonAnswer,
@@ -257,13 +258,15 @@ def _check_tool(schema: dict[str, Any]) -> dict[str, Any]:
     """Validate the schema of a tool and return it unchanged: the policy sees its keys in this
     order."""
     OpenAiTool.model_validate(schema)
+    if problem := json_problem(schema):
+        raise ValueError(problem)
     return schema
 
 
 class StreamOptions(BaseModel):
     """Options of a streamed answer; ``include_usage`` asks for a last chunk with token counts."""
 
-    include_usage: bool = False
+    include_usage: StrictBool | None = None
 
 
 _IGNORED = frozenset(
@@ -326,15 +329,15 @@ class ChatRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     model: str | None = None
-    stream: bool | None = None
+    stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    logprobs: bool | None = None
+    logprobs: StrictBool | None = None
     stop: Any = None
     tools: list[Annotated[dict[str, Any], AfterValidator(_check_tool)]] | None = Field(
         None, max_length=MAX_TOOLS
     )
     tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: StrictBool | None = None
     response_format: Any = None
 
     def conversation(self) -> list[OpenAiMessage]:
@@ -346,6 +349,8 @@ class ChatRequest(BaseModel):
             message.check_served(f"messages.{number}")
             role = _template_role(message.role, f"messages.{number}.role")
             calls = message.calls()
+            if message.content is None and role != "assistant":
+                raise invalid(f"messages.{number}.content", "only an assistant's may be null")
             if calls and role != "assistant":
                 raise invalid(f"messages.{number}.tool_calls", "only an assistant makes calls")
             if (role == "tool") != (message.tool_call_id is not None):

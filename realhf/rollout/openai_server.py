@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import Iterator
 from typing import Any, Self
@@ -17,7 +18,6 @@ from typing import Any, Self
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field, model_validator
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -105,7 +105,9 @@ class _BodyLimit:
 def _error_response(request: Request, error: ApiError) -> Response:
     """Return an error in the form of the API that the request was made with."""
     api = next((api for api in APIS if api.handles(request)), APIS[0])
-    return JSONResponse(api.error_body(error), error.status)
+    # In ASCII, because a message may quote half of a surrogate pair from the request.
+    text = json.dumps(api.error_body(error))
+    return Response(text, error.status, media_type="application/json")
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -126,6 +128,11 @@ def _add_errors(app: FastAPI) -> None:
         response = _error_response(request, ApiError(error.status_code, code, text))
         response.headers.update(error.headers or {})
         return response
+
+    @app.exception_handler(Exception)
+    async def on_failure(request: Request, error: Exception) -> Response:
+        text = f"the endpoint failed: {type(error).__name__}: {error}"[:300]
+        return _error_response(request, ApiError(500, "internal_error", text))
 
     @app.exception_handler(RequestValidationError)
     async def on_validation_error(request: Request, error: RequestValidationError) -> Response:

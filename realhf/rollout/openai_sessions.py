@@ -215,6 +215,8 @@ class TokenLedger:
         """Cache slots of all conversations, including conversations without a kept turn."""
         self.turns = 0
         """Number of kept turns."""
+        self.checked = 0
+        """Number of kept turns whose request had rules to check."""
         self.broken = 0
         """Number of kept turns that broke a rule of their request."""
         self.limit_hit = ""
@@ -340,6 +342,7 @@ class TokenLedger:
         branch.busy = False
         self._n_running -= 1
         self.turns += 1
+        self.checked += turn.rules.has_checks
         self.broken += bool(turn.broken)
 
     def discard(self, turn: OpenTurn) -> None:
@@ -624,6 +627,7 @@ class OpenAiSession:
             timings={"branches": float(len(self.ledger.branches))},
             last_turn_cut=bool(branch and branch.marks and branch.marks[-1].cut),
             out_of_turns=status == "max_turns" and self.ledger.is_out_of_turns(ending.task),
+            broken_rules=self.ledger.broken / self.ledger.checked if self.ledger.checked else None,
             turn_rewards=rewards,
             turn_states=branch.states() if branch else (),
             opening=branch.opening() if branch else (),

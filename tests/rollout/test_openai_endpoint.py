@@ -396,9 +396,9 @@ BAD: list[tuple[Any, int]] = [
     (b"{", 400), (b"[]", 400), ({}, 400), ({"messages": []}, 400),
     ({"messages": [{"role": "user", "content": 3}]}, 400),
     ({"messages": [{"role": "tool", "content": "x"}]}, 400), ({"messages": [USER], "n": 2}, 400),
-    ({"messages": [USER], "tools": [{"type": "function"}]}, 400), ({"messages": [USER], "stop": ["x"]}, 400),
+    ({"messages": [USER], "tools": [{"type": "function"}]}, 400), ({"messages": [USER], "stop": [""]}, 400),
     ({"messages": [USER] * 600}, 400), (b" " * (1 << 20) + b"{}", 413),
-    ({"messages": [USER], "response_format": {"type": "json_object"}}, 400),
+    ({"messages": [USER], "response_format": {"type": "grammar"}}, 400),
 ]  # fmt: skip
 
 

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from realhf.api.chat_template import TemplateChat
 from realhf.api.model import GenOutput
-from realhf.rollout.episode import EpisodeLimits
 from realhf.rollout.api_errors import ApiError
+from realhf.rollout.episode import EpisodeLimits
 from realhf.rollout.openai_requests import ChatMessage, ChatRequest
 from realhf.rollout.openai_sessions import Ending, OpenAiSession, TokenLedger
 from tests.api.chat.templates import INSISTS, LLAMA3, QWEN25, SMOLLM2, tokenizer
@@ -227,9 +227,10 @@ async def test_without_tools_or_with_the_choice_none_calls_are_text(server: Any)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"tool_choice": "any"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "leap"}}}, "offers no tool 'leap'"),
+    ({"tool_choice": "required", "tools": []}, "offers no tools"),
+    ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"functions": [{"name": "look"}]}, "functions"),
     ({"tools": [{"type": "function"}]}, "tools.0"),
     ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools.0"),

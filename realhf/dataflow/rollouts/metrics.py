@@ -21,6 +21,7 @@ def rollout_metrics(results: Sequence[SampleResult]) -> dict[str, float]:
 
     - ``reward``, ``success``, ``success/<group>``, ``turns``, ``out_of_turns``: means over valid
       rollouts;
+    - ``broken_rules``: mean over the valid rollouts that have it, left out if none has;
     - ``rollouts``, ``failed_rollouts``: counts;
     - ``tokens``: number of sampled tokens;
     - ``episode_s_p50``, ``episode_s_p99``: quantiles of the duration of an episode, in seconds;
@@ -52,6 +53,8 @@ def rollout_metrics(results: Sequence[SampleResult]) -> dict[str, float]:
         "episode_s_p50": _quantile(seconds, 0.5),
         "episode_s_p99": _quantile(seconds, 0.99),
     }
+    if broken := [value for note in notes for value in note.get("broken_rules", ())]:
+        metrics["broken_rules"] = _mean(broken)
     metrics |= {
         f"success/{group}": _mean(values)
         for group, values in sorted(success.items())
