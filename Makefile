@@ -27,7 +27,7 @@ FIRST ?= 0
 # The tests start hundreds of Python processes; without bytecode each compiles the tree again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run check-all check-tasks run-tests test-all model train-real train-all-tiers mutation validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-tinker test-vllm test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
+.PHONY: run check-all check-tasks run-tests test-all model train-real train-all-tiers mutation validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-mcp test-tinker test-vllm test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
@@ -53,6 +53,7 @@ help:
 	@echo "make docs     install MkDocs beside it and build the pages as a site, strictly: site/index.html"
 	@echo "make test-trl install TRL beside it and let its GRPOTrainer take two steps with our classes"
 	@echo "make test-verifiers  install verifiers and Gymnasium beside it and train five steps on an environment of each"
+	@echo "make test-mcp  install the official MCP SDK beside it and let its client play here"
 	@echo "make test-tinker  install the client tinker beside it and let it train, sample and outlive kills of the server"
 	@echo "make test-inspect  install Inspect and pyarrow beside it and read exported rollouts with them"
 	@echo "make test-compile  compile a model and compare its losses: minutes the first time"
@@ -230,6 +231,17 @@ test-trl: install
 
 test-verifiers: install .venv-verifiers/.installed
 	$(BIN)/python -m pytest -q -rs tests/interop -k 'verifiers or gymnasium'
+
+# The SDK is installed beside the project and sees its packages.
+.venv-mcp/.installed: | $(STAMP)
+	@echo "installing the official MCP SDK into .venv-mcp (half a minute)"
+	$(BIN)/python -m venv .venv-mcp
+	@$(call see_project,.venv-mcp)
+	.venv-mcp/bin/python -m pip install --quiet -c constraints.txt mcp
+	@touch $@
+
+test-mcp: install .venv-mcp/.installed
+	.venv-mcp/bin/python -m pytest -q -rs --run-nightly tests/env/server/test_mcp_clients.py
 
 # The client is installed beside the project and sees its packages, which the server needs.
 .venv-tinker/.installed: | $(STAMP)

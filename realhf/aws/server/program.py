@@ -127,6 +127,10 @@ class AwsServed(ServedEnvironment):
         text = observation.get("error") if failed else observation.get("command_output")
         return text or "", failed
 
+    def instructions(self, observation: Mapping[str, Any]) -> str:
+        """Return the task in words."""
+        return (observation.get("task") or {}).get("description", "")
+
     def metadata(self) -> dict[str, Any]:
         """Return metadata for clients, including the episode length and the reward mode."""
         return super().metadata() | {

@@ -13,9 +13,13 @@ from starlette.types import Scope
 
 from realhf.base.loopback import is_loopback_host
 from realhf.env.server.config import ServerConfig
-from realhf.web.guard import GuardRules, PageRules, ServedHosts
+from realhf.web.guard import GuardRules, PageRules, ServedHosts, is_write
 from realhf.web.refusal import Refusal
 from realhf.web.tokens import TokenTable, bearer_token
+
+MCP_PATH = "/mcp"
+"""Path of requests to tools, with a session or without. Each of them needs the token, whatever its
+method."""
 
 
 def error_body(refusal: Refusal) -> dict[str, Any]:
@@ -45,8 +49,9 @@ def has_own_check(scope: Scope, own_guard: str) -> bool:
 
 
 def guard_rules(config: ServerConfig, own_guard: str) -> GuardRules:
-    """Return the rules by which requests are served. Every POST needs the token, except that pages
-    below the path ``own_guard`` ("" for none) check their visitors themselves."""
+    """Return the rules by which requests are served. Every POST and every request to ``MCP_PATH``
+    needs the token, except that pages below the path ``own_guard`` ("" for none) check their
+    visitors themselves."""
     is_open = not is_loopback_host(config.host)
     names = config.allowed_names | {config.host.strip("[]").lower()}
     hosts = ServedHosts(
@@ -59,14 +64,13 @@ def guard_rules(config: ServerConfig, own_guard: str) -> GuardRules:
     check_token = token_check(config)
 
     def authorize(scope: Scope) -> Refusal | None:
-        return (
-            check_token(scope)
-            if scope["method"] == "POST" and not has_own_check(scope, own_guard)
-            else None
-        )
+        if scope.get("path") == MCP_PATH:
+            return check_token(scope)
+        needs_token = scope["method"] == "POST" and not has_own_check(scope, own_guard)
+        return check_token(scope) if needs_token else None
 
     return GuardRules(
-        pages=PageRules(hosts),
+        pages=PageRules(hosts, lambda scope: is_write(scope) or scope.get("path") == MCP_PATH),
         form=error_body,
         authorize=authorize,
         local_remedy=""

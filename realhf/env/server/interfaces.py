@@ -146,6 +146,16 @@ class ServedEnvironment:
         """Return (answer of the tool, whether the call failed)."""
         raise NotImplementedError
 
+    def tool_result(self, observation: Mapping[str, Any]) -> tuple[str, bool]:
+        """Return (answer of the tool, whether the call failed) for an MCP client, whose model reads
+        both."""
+        return self.call_answer(observation)
+
+    def instructions(self, observation: Mapping[str, Any]) -> str:
+        """Return the task of the episode that a reset has opened with ``observation``, as text for
+        the model of an MCP client."""
+        raise NotImplementedError
+
     def schema(self) -> dict[str, Any]:
         """Return the JSON schemas of ``action``, ``observation`` and ``state``."""
         models = {

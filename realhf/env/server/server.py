@@ -32,10 +32,11 @@ from uvicorn.config import LOGGING_CONFIG
 from realhf.base import process_clock
 from realhf.base.event_loops import NEW_EVENT_LOOP
 from realhf.env.server import mcp, wire
-from realhf.env.server.access import error_body, guard_rules, has_own_check
+from realhf.env.server.access import MCP_PATH, error_body, guard_rules, has_own_check
 from realhf.env.server.capacity import ServerMetrics, SlotLeases, capacity_body, watch_loop_lag
 from realhf.env.server.config import ServerConfig
 from realhf.env.server.interfaces import Player, Reply, ServedEnvironment
+from realhf.env.server.mcp_endpoint import McpClients, McpEndpoint
 from realhf.env.server.session import KILLED_WAIT_S, SessionEndpoint, kill_until_done
 from realhf.web.bodies import BodyReader, BodyRules
 from realhf.web.certificates import plaintext_warning, server_files
@@ -125,6 +126,7 @@ def build_app(
     served: ServedEnvironment,
     leases: SlotLeases,
     endpoint: SessionEndpoint,
+    mcp_endpoint: McpEndpoint,
     stateless: StatelessPlayer,
     config: ServerConfig,
     metrics: ServerMetrics,
@@ -133,6 +135,7 @@ def build_app(
     app = FastAPI(title=served.title, description=served.about)
     app.router.routes.append(WebSocketRoute("/ws", endpoint))
     # The middleware that is added last is called first.
+    app.add_middleware(McpClients, endpoint=mcp_endpoint)
     body_rules = BodyRules(
         _MAX_BODY_BYTES,
         error_body,
@@ -223,7 +226,7 @@ def _add_stateless(app: FastAPI, stateless: StatelessPlayer, served: ServedEnvir
     step.__annotations__["body"] = step_request(served.action_model)
     app.post("/step")(step)
 
-    @app.post("/mcp")
+    @app.post(MCP_PATH)
     async def call(request: Request) -> Response:
         try:
             message = json.loads(await request.body())
@@ -339,8 +342,17 @@ class EnvServer:
         self._threads = ThreadPoolExecutor(config.pool_size + 2, thread_name_prefix="env-session")
         leases = SlotLeases(pool, config.pool_size, self._threads, self._metrics)
         self._endpoint = SessionEndpoint(leases, served, self._threads, config, self._metrics)
+        self._mcp_endpoint = McpEndpoint(leases, served, self._threads, config, self._metrics)
         stateless = StatelessPlayer(leases, served.make_player, self._threads)
-        app = build_app(served, leases, self._endpoint, stateless, config, self._metrics)
+        app = build_app(
+            served,
+            leases,
+            self._endpoint,
+            self._mcp_endpoint,
+            stateless,
+            config,
+            self._metrics,
+        )
         self._page = served.mount(app)
         if warning := plaintext_warning(config.host, config.tls_cert, config.tls_names):
             _LOG.warning(warning)
@@ -388,15 +400,17 @@ class EnvServer:
         deadline = process_clock.now() + timeout_s
         if self._loop is not None and not self.ended.is_set():
             try:
-                asyncio.run_coroutine_threadsafe(self._endpoint.stop(), self._loop).result(
-                    timeout_s
-                )
+                asyncio.run_coroutine_threadsafe(self._end_sessions(), self._loop).result(timeout_s)
             except TimeoutError:
                 _LOG.error("sessions did not end within %g s", timeout_s)
             self._server.should_exit = True
             self._thread.join(max(0.5, deadline - process_clock.now()))
         if self._page is not None:
             self._page.close()
+
+    async def _end_sessions(self) -> None:
+        await self._mcp_endpoint.stop()
+        await self._endpoint.stop()
 
     def _run(self) -> None:
         try:

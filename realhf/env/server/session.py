@@ -32,7 +32,7 @@ Send = Callable[[Message], Awaitable[None]]
 _WATCH_AFTER_S = 0.25
 """Seconds of a step after which the session also watches for the end of the connection. Quick steps
 save the time that this takes."""
-_GRACE_S = 1.0
+GRACE_S = 1.0
 """Seconds that a running command may take to end after its client has disconnected; then its worker
 is killed."""
 _KILL_AGAIN_S = 0.2
@@ -53,6 +53,43 @@ class _NoAnswer(Exception):
         self.hangs = hangs
 
 
+class MeasuredPlayer:
+    """``player`` of a session whose resets, steps and episodes are counted in ``metrics``."""
+
+    def __init__(self, player: Player, served: ServedEnvironment, metrics: ServerMetrics) -> None:
+        self.player = player
+        self._served = served
+        self._metrics = metrics
+        self._template = ""
+
+    def reset(self, data: dict[str, Any]) -> Reply:
+        """Start an episode. Raises WireError."""
+        began = time.perf_counter()
+        observation, reward, done = self.player.reset(data)
+        self._template = self._served.template(observation)
+        self._metrics.reset_seconds.observe(time.perf_counter() - began)
+        return observation, reward, done
+
+    def step(self, action: dict[str, Any]) -> Reply:
+        """Perform an action. Raises WireError."""
+        began = time.perf_counter()
+        try:
+            observation, reward, done = self.player.step(action)
+        except WireError as error:
+            if error.code == wire.EXECUTION_ERROR:
+                self._metrics.episodes.labels(FAILED, self._template).inc()
+            raise
+        self._metrics.step_seconds.observe(time.perf_counter() - began)
+        if done:
+            self._metrics.episodes.labels(self._served.outcome(observation), self._template).inc()
+        return observation, reward, done
+
+    def kill(self) -> None:
+        """Abort the running call. May be called from another thread."""
+        self._metrics.workers_killed.inc()
+        self.player.kill()
+
+
 class SocketSession:
     """Session on one accepted WebSocket, until the client, an idle timeout or the server ends it.
 
@@ -70,7 +107,7 @@ class SocketSession:
         faults: SessionFaults | None = None,
     ) -> None:
         self._faults = faults
-        self._player = player
+        self._player = MeasuredPlayer(player, served, metrics)
         self._served = served
         self._threads = threads
         self._metrics = metrics
@@ -83,7 +120,6 @@ class SocketSession:
         self._receiving: asyncio.Future[Message] | None = None
         self._idle = False
         self._stopping = False
-        self._template = ""
 
     def stop(self) -> None:
         """End the session because the server shuts down: at once if it is idle, else after the
@@ -240,48 +276,26 @@ class SocketSession:
             await asyncio.wait((work,))
 
     async def _finish_or_kill(self, work: asyncio.Future[str]) -> None:
-        """Wait up to ``_GRACE_S`` for a command whose client is gone, then kill it."""
-        finished, _ = await asyncio.wait((work,), timeout=_GRACE_S)
+        """Wait up to ``GRACE_S`` for a command whose client is gone, then kill it."""
+        finished, _ = await asyncio.wait((work,), timeout=GRACE_S)
         if not finished:
-            await kill_until_done(work, self._kill, KILLED_WAIT_S)
-
-    def _kill(self) -> None:
-        self._metrics.workers_killed.inc()
-        self._player.kill()
+            await kill_until_done(work, self._player.kill, KILLED_WAIT_S)
 
     def _run_request(self, request: WireRequest) -> str:
         """Run the request in the worker thread and return its encoded reply. Raises WireError."""
-        began = time.perf_counter()
         if request.kind == "state":
-            return wire.encode_reply("state", self._player.state(), request.request_id)
+            return wire.encode_reply("state", self._player.player.state(), request.request_id)
         if request.kind == "mcp":
             return wire.encode_reply("mcp", self._mcp(request.data), request.request_id)
-        if request.kind == "reset":
-            observation, reward, done = self._player.reset(request.data)
-            self._template = self._served.template(observation)
-            self._metrics.reset_seconds.observe(time.perf_counter() - began)
-        else:
-            observation, reward, done = self._step(request.data)
+        play = self._player.reset if request.kind == "reset" else self._player.step
+        observation, reward, done = play(request.data)
         return wire.encode_observation(observation, reward, done, request.request_id)
-
-    def _step(self, action: dict[str, Any]) -> Reply:
-        began = time.perf_counter()
-        try:
-            observation, reward, done = self._player.step(action)
-        except WireError as error:
-            if error.code == wire.EXECUTION_ERROR:
-                self._metrics.episodes.labels(FAILED, self._template).inc()
-            raise
-        self._metrics.step_seconds.observe(time.perf_counter() - began)
-        if done:
-            self._metrics.episodes.labels(self._served.outcome(observation), self._template).inc()
-        return observation, reward, done
 
     def _mcp(self, message: dict[str, Any]) -> dict[str, Any]:
         try:
             served = self._served
             return mcp.check_request(message, served) or mcp.answer_request(
-                message, served, self._player, self._step
+                message, served, self._player.player, self._player.step
             )
         except WireError as error:
             return mcp.rpc_error(

@@ -56,7 +56,7 @@ def test_client_that_vanishes_in_mid_command_frees_its_slot(stage: Stage) -> Non
 def test_a_command_that_ends_within_the_grace_is_not_killed(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("realhf.env.server.session._GRACE_S", 60.0)
+    monkeypatch.setattr("realhf.env.server.session.GRACE_S", 60.0)
     session = stage.open()
     send_step(session)
     assert stage.players[0].started.wait(60)
@@ -157,7 +157,7 @@ def unkillable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that outlast every kill, as a set-up does whose thread is in the environment's own
     code."""
     monkeypatch.setattr(FakeBlockingPlayer, "kill", lambda player: None)
-    monkeypatch.setattr("realhf.env.server.session._GRACE_S", 0.05)
+    monkeypatch.setattr("realhf.env.server.session.GRACE_S", 0.05)
     monkeypatch.setattr("realhf.env.server.session.KILLED_WAIT_S", 0.1)
 
 

@@ -50,6 +50,8 @@ class SpecServerConfig(ServerConfig):
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
 """JSON schema of a tool without arguments."""
+_MISTAKES = ("error:", "{'error':")
+"""How an environment's answer to a mistake begins, see ``realhf.api.environment.Turn``."""
 
 
 class SpecServed(ServedEnvironment):
@@ -128,6 +130,15 @@ class SpecServed(ServedEnvironment):
         return "\n".join(
             str(message.get("content") or "") for message in observation["messages"]
         ), False
+
+    def tool_result(self, observation: Mapping[str, Any]) -> tuple[str, bool]:
+        """Return (text of the environment's messages, whether they explain a mistake)."""
+        text, _ = self.call_answer(observation)
+        return text, text.startswith(_MISTAKES)
+
+    def instructions(self, observation: Mapping[str, Any]) -> str:
+        """Return the messages that open the episode, with the system prompt first."""
+        return "\n\n".join(str(message.get("content") or "") for message in observation["messages"])
 
     def metadata(self) -> dict[str, Any]:
         """Return the metadata for clients: that actions and observations carry messages, the time
