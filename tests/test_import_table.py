@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS: dict[str, str] = {
     "base": "",
     "web": "base",
-    "api": "base",
+    "api/tool_syntax": "",
+    "api": "api/tool_syntax base",
     "transport": "api base",
     "backends/embedded": "api base",
     "backends/training": "api backends/embedded base",

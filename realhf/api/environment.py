@@ -39,6 +39,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NotRequired, Protocol, TypedDict, runtime_checkable
 
+from realhf.api.tool_syntax.calls import ToolCall as ToolCall
+
 ChatMessage = Mapping[str, Any]
 """``{"role": "user" | "assistant" | "system" | "tool", "content": text}``. A ``tool`` message may
 have ``name`` and ``tool_call_id``, an assistant message ``tool_calls``."""
@@ -79,22 +81,6 @@ class EnvironmentFailure(Exception):
             )
         super().__init__(message)
         self.kind = kind
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A tool call in a message of the policy."""
-
-    name: str
-    """Name of the tool; "" if it could not be parsed."""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments by name; empty if the call could not be parsed."""
-    id: str = ""
-    """Identifier of the call, to which the ``tool`` message with its result refers."""
-    text: str = ""
-    """The call as the policy wrote it."""
-    problem: str = ""
-    """Why the call could not be parsed; "" if it could."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,123 @@
+"""Turns in which tags mark reasoning and calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cached_property
+
+from realhf.api.tool_syntax.calls import (
+    MAX_CALLS,
+    ParsedTurn,
+    ToolCall,
+    malformed_call,
+    surplus_call,
+)
+
+ReadCall = Callable[[str, int, int], tuple[list[ToolCall], int]]
+"""Parser of the calls after one opening tag: (text, position after the tag, number of previous
+calls) -> (calls, position after them)."""
+
+
+class Tags:
+    """The tags of a syntax.
+
+    Attributes:
+        think: Tag before reasoning.
+        think_end: Tag after reasoning.
+        call: Tag before a call; "" if the syntax has no calls.
+        call_end: Tag after a call; "" if the next call or the end of the turn ends one.
+        ignored: Words around calls that are left out, such as the tags of a section of calls.
+    """
+
+    def __init__(
+        self,
+        think: str = "<think>",
+        think_end: str = "</think>",
+        call: str = "",
+        call_end: str = "",
+        *,
+        ignored: tuple[str, ...] = (),
+    ) -> None:
+        self.think = think
+        self.think_end = think_end
+        self.call = call
+        self.call_end = call_end
+        self.ignored = ignored
+
+    @cached_property
+    def _any_tag(self) -> re.Pattern[str]:
+        """Pattern of the tags outside of calls."""
+        words = (self.think, self.think_end, self.call, *self.ignored)
+        return re.compile("|".join(re.escape(word) for word in words if word))
+
+    @cached_property
+    def _malformed_end(self) -> re.Pattern[str]:
+        """Pattern of the end of a malformed call: its closing tag, or the start of the next tag."""
+        closing = f"{re.escape(self.call_end)}|" if self.call_end else ""
+        return re.compile(f"{closing}(?={self._any_tag.pattern})")
+
+    def parse(self, text: str, read: ReadCall | None = None) -> ParsedTurn:
+        """Split a turn into reasoning, content and the calls that ``read`` parses.
+
+        Reasoning is the text between the tags of reasoning. If the closing tag is missing, it
+        extends to the end; if the opening tag was in the prompt, it starts at the beginning. Calls
+        within reasoning are ignored. The content is the remaining text, stripped of white space if
+        anything was removed. At most ``MAX_CALLS`` calls are parsed; the next one becomes a call
+        with a problem that includes the rest of the turn.
+        """
+        match = self._any_tag.search(text)
+        if match is None:
+            return ParsedTurn(text)
+        thoughts: list[str] = []
+        words: list[str] = []
+        calls: list[ToolCall] = []
+        place = reasoning_end = 0
+        while match is not None:
+            words.append(text[place : match.start()])
+            place = match.end()
+            if match[0] == self.think:
+                end = text.find(self.think_end, place)
+                thoughts.append(text[place:] if end < 0 else text[place:end])
+                place = len(text) if end < 0 else end + len(self.think_end)
+            elif match[0] == self.think_end:
+                thoughts = []
+                words = []
+                calls = []
+                reasoning_end = match.start()
+            elif match[0] == self.call and read is not None:
+                if len(calls) >= MAX_CALLS:
+                    calls.append(surplus_call(text[match.start() :], len(calls)))
+                    place = len(text)
+                else:
+                    read_calls, place = read(text, place, len(calls))
+                    calls += read_calls
+            match = self._any_tag.search(text, place)
+        words.append(text[place:])
+        thoughts = [text[:reasoning_end], *thoughts]
+        return ParsedTurn(
+            "".join(words).strip(),
+            calls,
+            "\n".join(filter(None, (thought.strip() for thought in thoughts))),
+        )
+
+    def read_malformed(
+        self, problem: str, text: str, start: int, number: int
+    ) -> tuple[list[ToolCall], int]:
+        """Return a malformed call that extends to its closing tag or the next tag; see
+        ``ReadCall``."""
+        end = self._malformed_end.search(text, start)
+        if self.call_end and (end is None or end[0] != self.call_end):
+            problem = f"{self.call_end} is missing ({problem})"
+        place = end.end() if end else len(text)
+        return [malformed_call(problem, self.source(text, start, place), number)], place
+
+    def source(self, text: str, start: int, end: int) -> str:
+        """Return the text of a call from its opening tag, which ends at ``start``, to ``end``."""
+        return text[start - len(self.call) : end]
+
+
+THINK_TAGS = Tags()
+"""The tags of reasoning in a turn without calls."""
+TOOL_CALL_TAGS = Tags(call="<tool_call>", call_end="</tool_call>")
+"""The tags of Hermes, Qwen and GLM."""
