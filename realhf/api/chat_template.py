@@ -27,11 +27,14 @@ from typing import Any
 from realhf.api.environment import AssistantMessage
 from realhf.api.tool_parser import (
     AUTO,
+    PLAIN,
     detect_family,
     find_unread_variables,
     parse_turn,
     template_reads_tools,
 )
+from realhf.api.tool_syntax.json_values import write_json
+from realhf.api.tool_syntax.table import SYNTAXES
 
 _MARKER = "\u2e28policy-turn\u2e29"
 """String that takes the place of the policy's words in a test rendering."""
@@ -109,6 +112,7 @@ class TemplateChat:
             )
         with_tools = tokenizer.get_chat_template(tools=[{}])
         self.family = detect_family(with_tools) if tool_parser == AUTO else tool_parser
+        self._syntax = SYNTAXES[self.family]
         self._template_reads_tools = template_reads_tools(with_tools)
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._cached_opening = lru_cache(_CACHED)(
@@ -121,8 +125,10 @@ class TemplateChat:
         self._requires_calls_cached = lru_cache(_CACHED)(self._requires_calls)
         self._turn_prefix = lru_cache(2)(self._find_turn_prefix)
         self._control = ControlWords(())
+        self._arguments_are_text = self._template_reads_text_arguments()
         self._control = ControlWords(find_control_words(tokenizer, self._render_framing()))
         self._turn_end = self._render_after_marker([], [], generation=False)
+        self._syntax_ends = self._find_syntax_ends()
         self.stop_ids: tuple[int, ...] = self._find_stop_ids(stop_ids)
         self._stops = frozenset(self.stop_ids)
         self._inner_turn_end = self._find_inner_turn_end()
@@ -133,7 +139,7 @@ class TemplateChat:
         tools: JSON schemas, which the template renders. No system prompt is added. Raises
         ChatTemplateError, also for tools if the template does not read them.
         """
-        plain = _normalise_messages(messages)
+        plain = self._normalise_messages(messages)
         schemas = self._check_schemas(tools)
         key = _cache_key(plain, schemas)
         return (
@@ -154,7 +160,7 @@ class TemplateChat:
         passed to ``opening``. Raises ChatTemplateError, also for tools or a role that the template
         does not show after a policy turn.
         """
-        plain = _normalise_messages(messages)
+        plain = self._normalise_messages(messages)
         schemas = self._check_schemas(tools)
         key = _cache_key(plain, schemas)
         ids = (
@@ -185,9 +191,14 @@ class TemplateChat:
         """Return the ids of ``following_messages`` for one user message."""
         return self.following_messages([{"role": "user", "content": text}], ended=ended)
 
-    def closing(self) -> list[int]:
-        """Return the ids that end a policy turn in a demonstration. The first one is a stop id."""
-        return self._encode(self._turn_end)
+    def closing(self, *, with_calls: bool = False) -> list[int]:
+        """Return the ids that end a policy turn in a demonstration. The first one is a stop id.
+
+        with_calls: whether the turn has tool calls, after which it may end differently.
+        """
+        if with_calls and self._syntax_ends:
+            return self._syntax_ends[:1]
+        return self._encode(self._turn_end) if self._turn_end.strip() else self._syntax_ends[-1:]
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a demonstrated policy turn, without the end of the turn."""
@@ -204,7 +215,7 @@ class TemplateChat:
         if message.get("reasoning_content"):
             return self._encode_reasoned(message, tools)
         content = str(message.get("content") or "")
-        turn = _normalise_messages([message])[0]
+        turn = self._normalise_messages([message])[0]
         schemas = self._check_schemas(tools)
         if turn.get("tool_calls"):
             text = self._render_turn(turn, schemas)
@@ -214,7 +225,9 @@ class TemplateChat:
             return self._encode(text)
         before = self._turn_prefix(bool(schemas))
         if "</think>" in before and "</think>" in content:
-            return self._encode(_LEADING_THINK_TAG.sub("", content))
+            opened, tag, _ = before.partition("<think>")
+            thought = _LEADING_THINK_TAG.sub("", content)
+            return self._encode(f"{opened}{tag}{thought}" if tag else thought)
         return self._encode(before + content)
 
     def _find_turn_prefix(self, with_tools: bool) -> str:
@@ -246,6 +259,9 @@ class TemplateChat:
             except ChatTemplateError as error:
                 problem = f": {error}"
                 continue
+            if turn.get("tool_calls") and not tail and not whole.endswith(after):
+                start = self._find_turn_end(whole)
+                after = whole[start:] if start is not None else after
             if not whole.endswith(after):
                 continue
             if len(whole) >= len(before) + len(after) and whole.startswith(before):
@@ -255,6 +271,10 @@ class TemplateChat:
             rest = whole.removesuffix(after).removeprefix(opened)
             if whole.startswith(opened) and (match := _EMPTY_REASONING.match(rest)):
                 return rest[match.start(1) :]
+            # Gemma writes an empty thought in its generation prompt, but not in earlier turns.
+            cue = _EMPTY_THOUGHT.sub("", before)
+            if cue != before and whole.startswith(cue):
+                return whole[len(cue) : len(whole) - len(after)]
         raise ChatTemplateError(f"{_NOT_WRITTEN}{problem}")
 
     def _check_calls(self, text: str, calls: Sequence[Mapping[str, Any]], tools: Tools) -> None:
@@ -278,26 +298,26 @@ class TemplateChat:
             f"{text[:_SHOWN_CHARS]!r}, in which the "
             f"parser {self.family!r} "
             f"{mistake if mistake.startswith(('reads', 'finds')) else f'sees a mistake: {mistake}'}; "
-            "choose the parser of this syntax with actor.tool_parser (hermes, xml or llama), or "
+            f"choose the parser of this syntax with actor.tool_parser ({_KNOWN_SYNTAXES}), or "
             "another model"
         )
 
     def _encode_reasoned(self, message: Mapping[str, Any], tools: Tools) -> list[int]:
         """Return the ids of a demonstrated turn with reasoning. It is rendered as the last turn of
         a conversation, because templates may omit the reasoning of earlier turns."""
-        turn = _normalise_messages([message])[0]
+        turn = self._normalise_messages([message])[0]
         schemas = self._check_schemas(tools)
         head = [*self._system, {"role": "user", "content": "task"}]
         before = self._render(head, schemas, generation=True)
         whole = self._render([*head, turn], schemas, generation=False)
-        text = whole.removeprefix(before).removesuffix(self._turn_end)
+        start = self._find_turn_end(whole) if turn.get("tool_calls") else None
+        end = self._turn_end if start is None else whole[start:]
+        text = whole.removeprefix(before).removesuffix(end)
         reasoning = message["reasoning_content"].strip()
         words = (message.get("content") or "").strip()
         calls = turn.get("tool_calls") or ()
         names = [call.get("function", call)["name"] for call in calls]
-        if len(text) != len(whole) - len(before) - len(self._turn_end) or not whole.startswith(
-            before
-        ):
+        if len(text) != len(whole) - len(before) - len(end) or not whole.startswith(before):
             raise ChatTemplateError(
                 "the chat template does not write a turn with reasoning_content as it cues one"
             )
@@ -429,7 +449,7 @@ class TemplateChat:
         """Return the text that the template renders for ``messages``. Raises ChatTemplateError."""
         try:
             return self._tokenizer.apply_chat_template(
-                self._control.escape(messages),
+                self._control.escape(self._format_arguments(messages)),
                 tools=self._control.escape(tools) or None,
                 tokenize=False,
                 add_generation_prompt=generation,
@@ -439,6 +459,51 @@ class TemplateChat:
             raise ChatTemplateError(
                 f"the chat template cannot render the messages: {error}"
             ) from error
+
+    def _format_arguments(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the messages with the arguments of calls as JSON text if the template reads them
+        so."""
+        if not self._arguments_are_text:
+            return messages
+        return [
+            {**message, "tool_calls": [_write_arguments(call) for call in message["tool_calls"]]}
+            if message.get("tool_calls")
+            else message
+            for message in messages
+        ]
+
+    def _template_reads_text_arguments(self) -> bool:
+        """Return whether the template renders calls only if their arguments are JSON text, as those
+        of DeepSeek V3 and V3.1 do."""
+        self._arguments_are_text = False
+        if self.family == PLAIN:
+            return False
+        call = _probe_call(0, 0)
+        messages = self._normalise_messages(
+            [
+                {"role": "user", "content": _PROBE},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+            ]
+        )
+        for as_text in (False, True):
+            self._arguments_are_text = as_text
+            with suppress(ChatTemplateError):
+                self._render(messages, [], generation=False)
+                return as_text
+        return False
+
+    def _normalise_messages(self, messages: Messages) -> list[dict[str, Any]]:
+        """Return the messages in the form that templates expect: content is a string even if there
+        are calls, arguments are objects instead of JSON strings, and the ids of calls have the form
+        of the syntax."""
+        plain = [dict(message) for message in messages]
+        for message in plain:
+            if message.get("tool_calls"):
+                message["content"] = message.get("content") or ""
+                message["tool_calls"] = [_normalise_call(call) for call in message["tool_calls"]]
+        if self._syntax.format_id is not None:
+            _format_ids(plain, self._syntax.format_id)
+        return plain
 
     def _render_framing(self) -> str:
         """Return a rendering with messages of all roles that the template supports, to find the
@@ -483,23 +548,27 @@ class TemplateChat:
     ) -> str:
         """Return the result of ``_render_after_marker`` for a template that shows ``tool`` messages
         only after a turn with calls."""
-        turn = {"role": "assistant", "content": _MARKER}
         calls = []
         answers = [dict(message) for message in tail]
         for number, answer in enumerate(answer for answer in answers if answer["role"] == "tool"):
             answer["tool_call_id"] = answer.get("tool_call_id") or f"call{number:05d}"
             function = {"name": answer.setdefault("name", "tool"), "arguments": {}}
             calls.append({"type": "function", "id": answer["tool_call_id"], "function": function})
-        head = [*self._system, {"role": "user", "content": "task"}, turn | {"tool_calls": calls}]
-        before = self._render(head, tools, generation=False)
-        whole = self._render([*head, *answers], tools, generation=generation)
-        start = self._find_turn_end(before)
-        if start is None or not whole.startswith(before):
-            raise ChatTemplateError(
-                "the chat template ends a turn with calls neither as it ends any other nor with a "
-                "stop id"
-            )
-        return whole[start:]
+        problem = "ends a turn with calls neither as it ends any other nor with a stop id"
+        # Mistral's template refuses words beside calls; Gemma's writes them after the answers.
+        for words in (_MARKER, ""):
+            turn = {"role": "assistant", "content": words, "tool_calls": calls}
+            head = [*self._system, {"role": "user", "content": "task"}, turn]
+            try:
+                before = self._render(head, tools, generation=False)
+                whole = self._render([*head, *answers], tools, generation=generation)
+            except ChatTemplateError as error:
+                problem = str(error).removeprefix("the chat template ")
+                continue
+            start = self._find_turn_end(before)
+            if start is not None and whole.startswith(before):
+                return whole[start:]
+        raise ChatTemplateError(f"the chat template {problem}")
 
     def _find_turn_end(self, text: str) -> int | None:
         """Return the index in ``text`` at which the text that ends the last turn starts; None if
@@ -543,7 +612,8 @@ class TemplateChat:
             length = int(bool(ids) and ids[0] in self._stops)
         sampled = self.closing()[0] if end is None else end
         places = [place for place, i in enumerate(ids[:length], 1) if i == sampled]
-        return max(places, default=length)
+        # Without an end of turns, the first id starts the next message and may be sampled.
+        return max(places, default=length if self._turn_end.strip() else 0)
 
     def _requires_calls(self, role: str, with_tools: bool) -> bool:
         """Return whether the template shows messages of ``role`` only after a turn with calls.
@@ -553,11 +623,11 @@ class TemplateChat:
         tail = [{"role": role, "content": _PROBE}]
         tools = [_PROBE_TOOL] if with_tools else []
         problem = ""
-        for after in (
-            (self._render_after_marker, self._render_after_calls)
-            if role == "tool"
-            else (self._render_after_marker,)
-        ):
+        renderings = [self._render_after_marker]
+        if role == "tool":
+            # Where a turn with calls ends in its own way, its answers may follow in their own.
+            renderings.insert(0 if self._syntax.ends else 1, self._render_after_calls)
+        for after in renderings:
             try:
                 if _PROBE in after(tail, tools, generation=True):
                     return after == self._render_after_calls
@@ -576,10 +646,25 @@ class TemplateChat:
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
+    def _find_syntax_ends(self) -> list[int]:
+        """Return the ids of the syntax's ends of turns. Raises ChatTemplateError if one of them is
+        no token."""
+        ends = []
+        for word in self._syntax.ends:
+            ids = self._encode(word)
+            if len(ids) != 1:
+                raise ChatTemplateError(
+                    f"the tokenizer has no token {word!r}, which ends turns in the syntax "
+                    f"{self.family!r} of the chat template's tool calls; use the model's own "
+                    "tokenizer, or actor.tool_parser=plain"
+                )
+            ends += ids
+        return ends
+
     def _find_stop_ids(self, further: Sequence[int]) -> tuple[int, ...]:
         """Return all ids that end a turn, including ``further``. Raises ChatTemplateError if there
         are none, or for an unknown id."""
-        if not self._turn_end.strip():
+        if not self._turn_end.strip() and not self._syntax_ends:
             name = getattr(self._tokenizer, "name_or_path", "") or "of actor.path"
             raise ChatTemplateError(
                 f"the chat template of {name!r} writes nothing after a policy turn, so no token "
@@ -590,7 +675,7 @@ class TemplateChat:
             raise ChatTemplateError(f"gen.stop_ids: the tokenizer has no token {unknown[0]}")
         closing = self._encode(self._turn_end)
         special = set(self._tokenizer.all_special_ids)
-        stops = [i for i in closing[:1] if i in special]
+        stops = [*(i for i in closing[:1] if i in special), *self._syntax_ends]
         if self._tokenizer.eos_token_id is not None:
             stops.append(self._tokenizer.eos_token_id)
         stops += [*_read_generation_ends(getattr(self._tokenizer, "name_or_path", "")), *further]
@@ -634,15 +719,29 @@ _PROBE_TOOL = {
 """Tool schema for test renderings."""
 
 
-def _normalise_messages(messages: Messages) -> list[dict[str, Any]]:
-    """Return the messages in the form that templates expect: content is a string even if there are
-    calls, and arguments are objects instead of JSON strings."""
-    plain = [dict(message) for message in messages]
-    for message in plain:
-        if message.get("tool_calls"):
-            message["content"] = message.get("content") or ""
-            message["tool_calls"] = [_normalise_call(call) for call in message["tool_calls"]]
-    return plain
+def _format_ids(messages: list[dict[str, Any]], format_id: Callable[[str, str, int], str]) -> None:
+    """Convert the ids of calls, and those in the answers of tools, with ``format_id``."""
+    number = n_answers = 0
+    converted: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            known = str(call.get("id") or "")
+            call["id"] = format_id(known, call.get("function", call)["name"], number)
+            converted[known] = call["id"]
+            number += 1
+        if message.get("role") == "tool":
+            known = str(message.get("tool_call_id") or "")
+            name = str(message.get("name") or "tool")
+            message["tool_call_id"] = converted.get(known) or format_id(known, name, n_answers)
+            n_answers += 1
+
+
+def _write_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call of the chat API with its arguments as JSON text."""
+    function = dict(call.get("function", call))
+    if not isinstance(function.get("arguments"), str):
+        function["arguments"] = write_json(function.get("arguments") or {})
+    return {**call, "function": function} if "function" in call else function
 
 
 def _normalise_call(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -674,10 +773,12 @@ _TAG = re.compile(r"</?\w+>")
 _PREFIX_CHARS = 3
 """Length in characters of the prefixes by which ``_compile_words`` groups words."""
 _NOT_WRITTEN = "the chat template does not write a demonstrated turn as it cues one"
+_KNOWN_SYNTAXES = ", ".join(name for name, syntax in SYNTAXES.items() if syntax.writers)
 _SHOWN_CHARS = 160
 """Maximum number of characters of a demonstrated call in an error message."""
 _LEADING_THINK_TAG = re.compile(r"\s*<think>\n?")
-_EMPTY_REASONING = re.compile(r"<think>(\s*</think>)")
+_EMPTY_REASONING = re.compile(r"(?:<think>)?(\s*</think>)")
+_EMPTY_THOUGHT = re.compile(r"<\|channel>thought\n<channel\|>\Z")
 _log = logging.getLogger(__name__)
 
 

@@ -193,9 +193,8 @@ class ModelConfig:
     )
     tool_parser: str = option(
         AUTO,
-        "Syntax in which the policy's tool calls are parsed; auto detects it from the chat "
-        "template, plain parses "
-        "none.",
+        "Syntax in which the policy's tool calls are parsed (docs/extend/tool_syntax.md); auto "
+        "detects it from the chat template, plain parses none.",
         choices=(AUTO, *FAMILIES),
         idle="the model generates no episodes; actor.tool_parser configures the one that does",
     )

@@ -44,15 +44,15 @@ def conversation_tokens(
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     ids = chat.opening([*system, *messages[: turns[0]]], tools)
     mask = [False] * len(ids)
-    closing = chat.closing()[:1]
     for index, following in zip(turns, [*turns[1:], None], strict=True):
+        closing = chat.closing(with_calls=bool(messages[index].get("tool_calls")))[:1]
         turn = [*chat.encode_turn(messages[index], tools), *closing]
         mask += [messages[index].get("train") is not False] * len(turn)
         ids += turn
         if following is None:
             break
         between_ids = chat.following_messages(
-            messages[index + 1 : following], ended=True, tools=tools
+            messages[index + 1 : following], ended=True, end=closing[0], tools=tools
         )
         mask += [False] * len(between_ids)
         ids += between_ids

@@ -30,6 +30,7 @@ from realhf.api.config import AsyncConfig, EngineConfig, GenConfig
 from realhf.api.environment import AssistantMessage, Task, ToolCall
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import GenOutput, GenRequest
+from realhf.api.tool_syntax.reference import write_table
 from realhf.api.trace import Tracer
 from realhf.aws.environment import AwsEnvironment
 from realhf.aws.episode.validation import template_problems, validate
@@ -69,6 +70,7 @@ PAGES = (
     "remote_environment",
     "scheduler",
     "task",
+    "tool_syntax",
 )
 SHOWN = re.compile(
     r"\[(?P<name>[\w.]+)\]\(examples/(?P=name)\):\n\n```(?:python|yaml)\n(?P<code>.*?)^```$",
@@ -116,6 +118,11 @@ def test_a_page_says_when_what_and_how(name: str) -> None:
     ]
     assert f"({name}.md)" in page("README")
     assert f"extend/{name}.md" in (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_page_on_tool_syntaxes_shows_the_table_of_the_code() -> None:
+    """``python -m realhf.api.tool_syntax.reference`` writes it."""
+    assert write_table() in page("tool_syntax")
 
 
 def section(path: str, title: str) -> str:

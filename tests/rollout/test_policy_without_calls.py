@@ -34,7 +34,8 @@ class Says:
 @pytest.mark.parametrize(
     ("name", "text", "warned"),
     [
-        ("lfm2.5", '<|tool_call_start|>[list_files(folder="x")]<|tool_call_end|>', True),
+        ("cohere", '<|START_ACTION|>[{"tool_name": "list_files"}]<|END_ACTION|>', True),
+        ("lfm2.5", '<|tool_call_start|>[list_files(folder="x")]<|tool_call_end|>', False),
         ("qwen2.5", "I would list the files.", True),
         (
             "qwen2.5",

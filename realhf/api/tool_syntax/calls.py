@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of tools, in the form of the chat API."""
+
+NamedCalls = Sequence[tuple[str, Mapping[str, Any]]]
+"""Calls as names and arguments."""
+NAME = r"[^\s\[\]{}()<>|｜\"'=:,;]+"
+"""Pattern of a name that is written without quotes."""
 
 MAX_CALLS = 64
 """Maximum number of calls in a turn."""
@@ -47,6 +53,12 @@ class ParsedTurn:
     """The calls in order, including those that could not be parsed."""
     reasoning: str = ""
     """The text of the reasoning blocks."""
+
+
+def check_name(name: str) -> None:
+    """Raise CallProblem for a name that cannot be written without quotes."""
+    if not re.fullmatch(NAME, name) or len(name) > MAX_NAME_CHARS:
+        raise CallProblem(f"the name {name[:64]!r} cannot be written")
 
 
 def build_call(value: Any, text: str, position: int, *, arguments_key: str) -> ToolCall:

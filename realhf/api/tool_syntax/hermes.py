@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from realhf.api.tool_syntax.calls import (
     MAX_CALLS,
     CallProblem,
+    NamedCalls,
     ParsedTurn,
     ToolCall,
     Tools,
     build_call,
     surplus_call,
 )
-from realhf.api.tool_syntax.json_values import read_json, skip_space
+from realhf.api.tool_syntax.json_values import read_json, skip_space, write_json
 from realhf.api.tool_syntax.tags import TOOL_CALL_TAGS
 
 
@@ -25,11 +22,11 @@ def parse(text: str, tools: Tools = ()) -> ParsedTurn:
     return TOOL_CALL_TAGS.parse(text, _read)
 
 
-def write(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+def write(calls: NamedCalls) -> str:
     """Write calls, given as name and arguments."""
     return "\n".join(
-        f'<tool_call>\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
-        f"{json.dumps(arguments, ensure_ascii=False)}}}\n</tool_call>"
+        f'<tool_call>\n{{"name": {write_json(name)}, "arguments": '
+        f"{write_json(arguments)}}}\n</tool_call>"
         for name, arguments in calls
     )
 

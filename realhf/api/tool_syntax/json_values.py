@@ -43,6 +43,11 @@ def read_json(text: str, start: int) -> tuple[Any, int]:
     return value, end
 
 
+def write_json(value: Any) -> str:
+    """Write a value as the filter ``tojson`` of chat templates does."""
+    return json.dumps(value, ensure_ascii=False)
+
+
 def check_value(value: Any) -> None:
     """Raise CallProblem for a JSON value that is nested too deeply or contains an unpaired
     surrogate."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from realhf.api.tool_syntax.calls import (
     MAX_CALLS,
     CallProblem,
+    NamedCalls,
     ParsedTurn,
     ToolCall,
     Tools,
@@ -17,7 +15,7 @@ from realhf.api.tool_syntax.calls import (
     malformed_call,
     surplus_call,
 )
-from realhf.api.tool_syntax.json_values import read_json, skip_space
+from realhf.api.tool_syntax.json_values import read_json, skip_space, write_json
 from realhf.api.tool_syntax.tags import THINK_TAGS
 
 _PYTHON_TAG = "<|python_tag|>"
@@ -36,12 +34,11 @@ def parse(text: str, tools: Tools = ()) -> ParsedTurn:
     return ParsedTurn(content, calls, turn.reasoning)
 
 
-def write(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+def write(calls: NamedCalls) -> str:
     """Write calls, given as name and arguments. The templates write one call only; several are
     separated by semicolons."""
     return "; ".join(
-        f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters": '
-        f"{json.dumps(arguments, ensure_ascii=False)}}}"
+        f'{{"name": {write_json(name)}, "parameters": {write_json(arguments)}}}'
         for name, arguments in calls
     )
 

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from realhf.api.tool_syntax import hermes, llama, xml
-from realhf.api.tool_syntax.calls import ParsedTurn, Tools
+from realhf.api.tool_syntax import (
+    deepseek,
+    dsml,
+    gemma,
+    glm,
+    harmony,
+    hermes,
+    kimi,
+    llama,
+    mistral,
+    pythonic,
+    xml,
+)
+from realhf.api.tool_syntax.calls import NamedCalls, ParsedTurn, Tools
 from realhf.api.tool_syntax.tags import THINK_TAGS
 
-Write = Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str]
-"""Function from calls, as names and arguments, to their text. It raises CallProblem for calls that
-the syntax cannot express."""
+HERMES = "hermes"
+XML = "xml"
+LLAMA = "llama"
+PLAIN = "plain"
 
 
 @dataclass(frozen=True)
@@ -24,11 +35,17 @@ class ToolSyntax:
     """Value of the option ``tool_parser``."""
     parse: Callable[[str, Tools], ParsedTurn]
     """Parser of a turn. It never raises; a call that it cannot parse has a ``problem``."""
-    writers: Mapping[str, Write] = field(default_factory=dict)
-    """Writers by the models whose templates write so. ``parse`` parses all their forms."""
-    template_marks: re.Pattern[str] = re.compile(r"(?!)")
-    """Pattern that only the chat templates of this syntax and of syntaxes further up in the table
-    contain."""
+    writers: Mapping[str, Callable[[NamedCalls], str]] = field(default_factory=dict)
+    """Functions that write calls, by the models whose chat templates write them so; ``parse``
+    parses all forms. They raise CallProblem for calls that the syntax cannot express."""
+    template_marks: tuple[tuple[str, ...], ...] = ()
+    """Words by which a chat template is recognised. It contains all words of one of the tuples."""
+    ends: tuple[str, ...] = ()
+    """Control words that the policy samples at the end of a turn besides the tokenizer's own end:
+    first the one after calls, last the one after other turns. They must be single tokens."""
+    format_id: Callable[[str, str, int], str] | None = None
+    """Function that converts the id of a call to the form that chat templates of this syntax
+    expect: (id, name of the function, number of earlier calls) -> id. None: any id is accepted."""
 
 
 def _parse_plain(text: str, tools: Tools = ()) -> ParsedTurn:
@@ -37,45 +54,106 @@ def _parse_plain(text: str, tools: Tools = ()) -> ParsedTurn:
     return THINK_TAGS.parse(text)
 
 
-HERMES = "hermes"
-XML = "xml"
-LLAMA = "llama"
-PLAIN = "plain"
 SYNTAXES: Mapping[str, ToolSyntax] = {
     syntax.name: syntax
     for syntax in (
         ToolSyntax(
+            "harmony",
+            harmony.parse,
+            {"gpt-oss": harmony.write},
+            (("<|channel|>", "<|message|>", "functions."),),
+            ends=("<|call|>", "<|return|>"),
+        ),
+        ToolSyntax(
+            "gemma",
+            gemma.parse,
+            {"Gemma 4": gemma.write},
+            (("<|tool_call>", "<tool_call|>"),),
+            ends=("<|tool_response>", "<turn|>"),
+        ),
+        ToolSyntax(
+            "kimi",
+            kimi.parse,
+            {"Kimi K2": kimi.write},
+            (("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),),
+            format_id=kimi.format_id,
+        ),
+        ToolSyntax(
+            "dsml",
+            dsml.parse,
+            {"DeepSeek V3.2": dsml.write, "DeepSeek V4": dsml.write_v4},
+            (("｜DSML｜",),),
+        ),
+        ToolSyntax(
+            "deepseek",
+            deepseek.parse,
+            {"DeepSeek V3.1": deepseek.write, "DeepSeek V3, R1": deepseek.write_fenced},
+            (("<｜tool▁call▁begin｜>",),),
+        ),
+        ToolSyntax(
+            "mistral",
+            mistral.parse,
+            {
+                "Mistral, tokenizer version 13 and later": mistral.write,
+                "Mistral, tokenizer version 11": mistral.write_with_ids,
+                "Mistral, tokenizer version 3 and 7": mistral.write_list,
+            },
+            (("[TOOL_CALLS]",),),
+            format_id=mistral.format_id,
+        ),
+        ToolSyntax(
+            "glm",
+            glm.parse,
+            {"GLM 4.5 and 4.6": glm.write_lines, "GLM 4.7 and 5": glm.write_compact},
+            (("<tool_call>", "<arg_key>"),),
+            ends=("<|observation|>", "<|user|>"),
+        ),
+        ToolSyntax(
             XML,
             xml.parse,
             {
-                "Qwen3-Coder, Nemotron 3": xml.write_with_python,
-                "Qwen 3.5": xml.write_with_json,
+                "Qwen3-Coder": xml.write_json_objects,
+                "Qwen 3.5, Nemotron 3": xml.write_json_containers,
+                "Qwen 3.6": xml.write_json_values,
             },
-            re.compile("(?s)(?=.*<tool_call>).*<function="),
+            (("<tool_call>", "<function="),),
         ),
         ToolSyntax(
             HERMES,
             hermes.parse,
             {"Hermes, Qwen 2.5 and 3, SmolLM": hermes.write},
-            re.compile("<tool_call>"),
+            (("<tool_call>",),),
+        ),
+        ToolSyntax(
+            "pythonic",
+            pythonic.parse,
+            {
+                "LFM 2 and 2.5": pythonic.write_tagged,
+                "Llama 3.2 and 4 with a template for it": pythonic.write,
+            },
+            (("<|tool_call_start|>",), ("func_name1(",)),
         ),
         ToolSyntax(
             LLAMA,
             llama.parse,
             {"Llama 3.1, 3.2 and 4": llama.write},
-            re.compile(r'<\|python_tag\|>|"parameters\\?":'),
+            (("<|python_tag|>",), ('"parameters":',), ('"parameters\\":',)),
         ),
         ToolSyntax(PLAIN, _parse_plain),
     )
 }
-"""All syntaxes by name. A chat template uses the first one whose marks it contains; ``plain`` if it
-contains none."""
+"""All syntaxes by name. A chat template uses the first one that it has the marks of; ``plain`` if
+there is none."""
 
 
 def detect_syntax(template: str) -> ToolSyntax:
     """Return the syntax that a chat template uses for tool calls; ``plain`` if it uses none of the
     others."""
     return next(
-        (syntax for syntax in SYNTAXES.values() if syntax.template_marks.search(template)),
+        (
+            syntax
+            for syntax in SYNTAXES.values()
+            if any(all(word in template for word in words) for words in syntax.template_marks)
+        ),
         SYNTAXES[PLAIN],
     )

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from realhf.api.tool_syntax.arguments import parameter_schemas, parse_argument
-from realhf.api.tool_syntax.calls import CallProblem, ParsedTurn, ToolCall, Tools, build_call
-from realhf.api.tool_syntax.json_values import check_value
+from realhf.api.tool_syntax.calls import (
+    CallProblem,
+    NamedCalls,
+    ParsedTurn,
+    ToolCall,
+    Tools,
+    build_call,
+)
+from realhf.api.tool_syntax.json_values import check_value, write_json
 from realhf.api.tool_syntax.tags import TOOL_CALL_TAGS
 
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>\s*")
@@ -67,34 +73,34 @@ def read_xml_call(text: str, start: int, tools: Tools) -> tuple[str, dict[str, A
     return name, arguments, end.end()
 
 
-def write_with_json(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Write calls as Qwen 3.5 does: values other than strings as JSON. Raises CallProblem."""
-    return _write(calls, lambda value: json.dumps(value, ensure_ascii=False))
+def write_json_values(calls: NamedCalls) -> str:
+    """Write calls as Qwen 3.6 does: values other than strings as JSON. Raises CallProblem."""
+    return _write(calls, ())
 
 
-def write_with_python(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+def write_json_containers(calls: NamedCalls) -> str:
+    """Write calls as Qwen 3.5 and Nemotron 3 do: objects and lists as JSON, other values as Python
+    prints them. Raises CallProblem."""
+    return _write(calls, (bool, int, float, type(None)))
+
+
+def write_json_objects(calls: NamedCalls) -> str:
     """Write calls as Qwen3-Coder does: objects as JSON, other values as Python prints them. Raises
     CallProblem."""
-    return _write(
-        calls,
-        lambda value: (
-            json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value)
-        ),
-    )
+    return _write(calls, (bool, int, float, type(None), list))
 
 
-def _write(
-    calls: Sequence[tuple[str, Mapping[str, Any]]], write_value: Callable[[Any], str]
-) -> str:
-    return "\n".join(_write_call(name, arguments, write_value) for name, arguments in calls)
+def _write(calls: NamedCalls, printed: tuple[type, ...]) -> str:
+    """Write calls; ``printed`` are the types of values that Python prints."""
+    return "\n".join(_write_call(name, arguments, printed) for name, arguments in calls)
 
 
-def _write_call(name: str, arguments: Mapping[str, Any], write_value: Callable[[Any], str]) -> str:
+def _write_call(name: str, arguments: Mapping[str, Any], printed: tuple[type, ...]) -> str:
     if not _FUNCTION.fullmatch(f"<function={name}>") or name != name.strip():
         raise CallProblem(f"the name {name[:64]!r} cannot be written")
     parts = [f"<tool_call>\n<function={name}>\n"]
     for key, value in arguments.items():
-        written = value if isinstance(value, str) else write_value(value)
+        written = str(value) if isinstance(value, (str, *printed)) else write_json(value)
         if not _PARAMETER.fullmatch(f"<parameter={key}>") or key != key.strip():
             raise CallProblem(f"the parameter {key[:64]!r} cannot be written")
         if _PARAMETER_CLOSE in written:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from realhf.api.chat_template import TemplateChat
+from tests.api.chat import tool_templates
 from tests.api.chat.templates import QWEN3, QWEN25, tokenizer
 
 
@@ -101,21 +102,25 @@ def _xml(thought: str, value: str, cue: str) -> str:
     )
 
 
-_IN_JSON = "value if value is string else value | tojson"
-_IN_PYTHON = "value | string"
-QWEN3_CODER = _xml("", _IN_PYTHON, "")
-"""Writes what is no text as Python does: True, None."""
-QWEN35 = _xml(
-    "{%- if loop.index0 > ns.last %}{{- '<think>\\n' + reasoning + '\\n</think>\\n\\n' }}{%- endif "
-    "%}",
-    _IN_JSON,
-    "<think>\\n",
+_JSON_VALUES = "(value if value is string else value | tojson)"
+_JSON_CONTAINERS = (
+    "(value if value is string else value | tojson if value is iterable else value | string)"
 )
+_JSON_OBJECTS = "(value | tojson if value is mapping else value | string)"
+QWEN3_CODER = _xml("", _JSON_OBJECTS, "")
+"""Writes what is no text as Python does: True, None."""
+_QWEN35_THOUGHT = (
+    "{%- if loop.index0 > ns.last %}{{- '<think>\\n' + reasoning + '\\n</think>\\n\\n' }}{%- endif "
+    "%}"
+)
+QWEN35 = _xml(_QWEN35_THOUGHT, _JSON_CONTAINERS, "<think>\\n")
 """Opens reasoning in its cue; the turns before the last question keep none."""
+QWEN36 = _xml(_QWEN35_THOUGHT, _JSON_VALUES, "<think>\\n")
+"""Writes all that is no text as JSON."""
 NEMOTRON3 = _xml(
     "{{- '<think>' + ('\\n' + reasoning + '\\n' if reasoning and loop.index0 > ns.last else '') + "
     "'</think>' }}",
-    _IN_PYTHON,
+    _JSON_CONTAINERS,
     "<think>\\n",
 )
 """Opens reasoning in its cue, and every turn of the history has some, if empty."""
@@ -126,7 +131,8 @@ LFM25 = (
     "{{- '<|im_start|>assistant\\n' + (message.content or '') + '<|tool_call_start|>[' }}"
     "{%- for call in message.tool_calls %}{%- set call = call.function or call %}{{- call.name + "
     "'(' }}"
-    "{%- for key, value in call.arguments | items %}{{- key + '=' + (value | tojson) }}"
+    "{%- for key, value in call.arguments | items %}{{- key + '=' }}"
+    '{{- ("\'" + value + "\'") if value is string else value | tojson if value is mapping else value }}'
     "{%- if not loop.last %}{{- ', ' }}{%- endif %}{%- endfor %}{{- ')' }}"
     "{%- if not loop.last %}{{- ', ' }}{%- endif %}{%- endfor %}{{- "
     "']<|tool_call_end|><|im_end|>\\n' }}"
@@ -196,10 +202,23 @@ FAMILIES_OF_MODELS: dict[str, Family] = {
     "qwen3": Family(QWEN3, "<|im_end|>", parser="hermes"),
     "qwen3-coder": Family(QWEN3_CODER, "<|im_end|>", parser="xml"),
     "qwen3.5": Family(QWEN35, "<|im_end|>", parser="xml"),
+    "qwen3.6": Family(QWEN36, "<|im_end|>", parser="xml"),
     "nemotron3": Family(NEMOTRON3, "<|im_end|>", parser="xml"),
     "llama3.2": Family(LLAMA32, "<|eot_id|>", parser="llama"),
-    "lfm2.5": Family(LFM25, "<|im_end|>"),
-    "gpt-oss": Family(GPT_OSS, "<|return|>", ("<|call|>",)),
+    "lfm2.5": Family(LFM25, "<|im_end|>", parser="pythonic"),
+    "gpt-oss": Family(GPT_OSS, "<|return|>", parser="harmony"),
+    "glm4.6": Family(tool_templates.GLM46, "<|endoftext|>", parser="glm"),
+    "glm4.7": Family(tool_templates.GLM47, "<|endoftext|>", parser="glm"),
+    "mistral3": Family(tool_templates.MISTRAL3, "</s>", parser="mistral"),
+    "mistral11": Family(tool_templates.MISTRAL11, "</s>", parser="mistral"),
+    "mistral13": Family(tool_templates.MISTRAL13, "</s>", parser="mistral"),
+    "deepseek3": Family(tool_templates.DEEPSEEK3, "<｜end▁of▁sentence｜>", parser="deepseek"),
+    "deepseek3.1": Family(tool_templates.DEEPSEEK31, "<｜end▁of▁sentence｜>", parser="deepseek"),
+    "deepseek3.2": Family(tool_templates.DEEPSEEK32, "<｜end▁of▁sentence｜>", parser="dsml"),
+    "deepseek4": Family(tool_templates.DEEPSEEK4, "<｜end▁of▁sentence｜>", parser="dsml"),
+    "kimi-k2": Family(tool_templates.KIMI, "<|im_end|>", parser="kimi"),
+    "gemma4": Family(tool_templates.GEMMA4, "<turn|>", parser="gemma"),
+    "llama4": Family(tool_templates.LLAMA4_PYTHONIC, "<|eot|>", parser="pythonic"),
     "cohere": Family(COHERE, "<|END_OF_TURN_TOKEN|>"),
 }
 CONTROL = (
@@ -215,7 +234,8 @@ CONTROL = (
 def family_tokenizer(name: str) -> Any:
     """Return a tokenizer of a family, with a token for each byte and each control word."""
     family = FAMILIES_OF_MODELS[name]
-    return tokenizer(family.template, family.eos, control=CONTROL)
+    control = (*CONTROL, *tool_templates.CONTROL)
+    return tokenizer(family.template, family.eos, control=control)
 
 
 def family_chat(name: str, **more: Any) -> TemplateChat:

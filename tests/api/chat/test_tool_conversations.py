@@ -330,7 +330,13 @@ PIECES = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"x": 1}}', '{"name": "f"', "[",
     "\ud800", "\\ud800", "<function=f>", "</function>", "<parameter=x>", "</parameter>", "<|python_tag|>", '"', "{",
     '{"name": "f", "parameters": '
-    '{}}', ";", "aws s3 ls", "\n", " ", "1e999", "9" * 30, "NaN", "é", "\x00", ":", "}",
+    '{}}', ";", "aws s3 ls", "<|channel|>", "<|message|>", " to=functions.f", "analysis", "<|start|>", "<|call|>",
+    "<|tool_call>", "<tool_call|>", "call:f{", '<|"|>', "x:1,", "<|channel>thought", "<channel|>", "[TOOL_CALLS]",
+    "f[ARGS]", "[THINK]", "[/THINK]", "<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>", "<｜tool▁call▁begin｜>", "f<｜tool▁sep｜>", "```json", "<｜tool▁call▁end｜>",
+    "<｜DSML｜invoke", ' name="f">', '<｜DSML｜parameter name="x" string="true">', "</｜DSML｜parameter>",
+    "</｜DSML｜invoke>", "<arg_key>x</arg_key>", "<arg_value>", "</arg_value>", "[f(x=", "'", ")]",
+    "<|tool_call_start|>", "<|tool_call_end|>", "\n", " ", "1e999", "9" * 30, "NaN", "é", "\x00", ":", "}",
 ]  # fmt: skip
 HOSTILE = st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=30).map("".join)
 NAMES = st.text("abcdefg_.-0é", min_size=1, max_size=12)
@@ -367,7 +373,7 @@ def test_no_text_raises_and_every_call_is_whole_or_has_a_reason(text, family):
     message = parse_turn(text, family, token_count=7)
     assert message.text == text and message.token_count == 7
     for number, call in enumerate(message.tool_calls):
-        assert call.id == f"call_{number}"
+        assert call.id == f"call_{number}" or (family == "kimi" and call.id in text)
         assert call.text in text and (call.text or call.problem)
         if call.problem:
             assert not call.arguments
