@@ -12,7 +12,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
@@ -66,6 +66,16 @@ class OpenAiMessage:
     """For the role ``tool``: id of the call whose result this is."""
     name: str = ""
     """For the role ``tool``: name of the called tool; "" if no earlier call has this id."""
+    stop: str = field(default="", compare=False)
+    """For the policy's answer: stop string that ended it, which ``content`` does not contain."""
+
+    def is_sent_as(self, message: OpenAiMessage) -> bool:
+        """Return whether a client that got this message sends it back as ``message``. Some append
+        the stop string, because their own parser needs it."""
+        if self == message:
+            return True
+        with_stop = self.content + self.stop
+        return bool(self.stop) and replace(self, content=with_stop) == message
 
     def for_template(self) -> dict[str, Any]:
         """Return the message in the form of the chat API, which chat templates expect."""

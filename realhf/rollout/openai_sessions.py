@@ -315,6 +315,8 @@ class TokenLedger:
             reads_calls=bool(turn.tools) and rules.reads_calls,
             without_reasoning=rules.json is not None,
         )
+        if turn.stop is not None:
+            turn.answer = replace(turn.answer, stop=turn.stop.string)
         calls = [(call.name, read_json(call.arguments, 0)[0]) for call in turn.answer.calls]
         turn.broken = rules.find_broken(turn.answer.content, calls)
 
@@ -355,7 +357,7 @@ class TokenLedger:
         there is none."""
         for branch in reversed(self.branches):
             for mark in reversed(branch.marks):
-                if branch.messages[mark.messages - 1] == message:
+                if branch.messages[mark.messages - 1].is_sent_as(message):
                     return mark.turn
         return None
 
@@ -402,7 +404,8 @@ class TokenLedger:
             mark = next((mark for mark in branch.marks if mark.messages == n_shared), None)
             if mark is None or n_shared == len(messages) or branch.tools != tools:
                 continue
-            if branch.messages[:n_shared] != list(messages[:n_shared]):
+            pairs = zip(branch.messages[:n_shared], messages[:n_shared], strict=True)
+            if not all(known.is_sent_as(message) for known, message in pairs):
                 continue
             if mark is branch.marks[-1] and not branch.busy:
                 return branch, mark

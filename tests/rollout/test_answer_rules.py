@@ -21,6 +21,7 @@ from realhf.rollout.api_errors import ApiError
 from realhf.rollout.episode import EpisodeLimits
 from realhf.rollout.interface import rollout_statistics
 from realhf.rollout.json_schema import JsonSchema, read_schema
+from realhf.rollout.openai_requests import OpenAiMessage
 from realhf.rollout.openai_sessions import Ending, OpenAiSession
 from tests.rollout.black_box import Endpoint, FakeTokens, chat, served, serving, spelt
 
@@ -130,6 +131,26 @@ async def test_a_stop_string_may_be_anywhere(
     between = chat().following_messages([USER], ended=first not in said, tools=TOOLS)
     assert outcome.completion_ids[len(ids) :][: len(between)] == between
     assert all(outcome.loss_mask[: len(ids)]) and not outcome.loss_mask[len(ids)]
+
+
+@endpoint_test
+async def test_a_client_may_send_the_stop_string_back(endpoint: Endpoint) -> None:
+    """As parsers of agents need it. Anything else that is appended was not sampled there."""
+    async with served(endpoint, FakeTokens(lambda prompt: "<code>1</code> so")) as (
+        _,
+        session,
+        client,
+    ):
+        text = (await ask(client, [USER], stop=["</code>"])).message.content
+        for n, sent in enumerate((text + "</code>", text + "</code> so"), 1):
+            said = {"role": "assistant", "content": sent}
+            await ask(client, [USER, said, {"role": "user", "content": "seen"}])
+            assert len(session.ledger.branches) == n
+        first = session.ledger.branches[0]
+        assert [message.content for message in first.messages[:2]] == ["task", "<code>1"]
+        assert first.tokens.completion_ids[: first.marks[0].tokens] == spelt("<code>1</code>")
+        said = OpenAiMessage("assistant", "<code>1</code>")
+        assert session.ledger.find_turn(said) is first.marks[0].turn
 
 
 @endpoint_test
