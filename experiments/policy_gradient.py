@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from realhf.algorithms.options import (
 from realhf.algorithms.resolution import resolve
 from realhf.algorithms.role_options import ACTOR, BUILTIN_RATE, CriticConfig, RewardModelConfig
 from realhf.api.config import ConfigError, EngineConfig, TeacherConfig, run_folder
-from realhf.api.environment import HELD_OUT
+from realhf.api.environment import HELD_OUT, EnvironmentPart, EnvironmentSpec
 from realhf.api.experiment import (
     EvaluationSpec,
     ExperimentSpec,
@@ -617,17 +617,12 @@ def _critic_args(config: Config, ppo: ResolvedOptions) -> dict[str, object]:
 def rollout_options(config: Config) -> RolloutOptions:
     """Return the options for playing episodes, in training as well as evaluation.
 
-    Raises ConfigError if ``rollout.max_turns`` would end episodes before the environment scores
-    them.
+    Raises ConfigError if the limit of turns would end episodes before the environment scores them,
+    or if a limit of an environment of a mixture is higher than the run's.
     """
     rollout = config.rollout
     environment = chosen_environment(config.env)
-    if (environment_turns := environment.spec.max_turns) > rollout.max_turns:
-        raise ConfigError(
-            f"rollout.max_turns={rollout.max_turns} cuts episodes off before "
-            f"{environment.spec.name} has ended and scored them, which takes up to "
-            f"{environment_turns} turns (env.max_turns): raise the one or lower the other"
-        )
+    check_limits(config, environment.spec)
     max_sessions = environment.spec.concurrency
     return RolloutOptions(
         environment=environment.reference,
@@ -648,6 +643,32 @@ def rollout_options(config: Config) -> RolloutOptions:
         seed=config.seed,
         transcripts=config.monitor.episodes_per_step,
     )
+
+
+def check_limits(config: Config, spec: EnvironmentSpec) -> None:
+    """Raise ConfigError if the limit of turns would end an environment's episodes before it scores
+    them, or if a limit of an environment of a mixture is higher than the run's."""
+    rollout = config.rollout
+    bounds = {"max_turns": "rollout", "max_total_tokens": "rollout", "max_new_tokens": "gen"}
+    for name, part in (spec.parts or {"": EnvironmentPart(spec, 1.0)}).items():
+        for limit in fields(part.limits):
+            value = getattr(part.limits, limit.name)
+            section = bounds[limit.name]
+            if value > (bound := getattr(getattr(config, section), limit.name)):
+                raise ConfigError(
+                    f"env.limits.{name}.{limit.name}={value}: more than "
+                    f"{section}.{limit.name}={bound}, the limit of the whole run: raise that one "
+                    f"or lower this one"
+                )
+        max_turns = part.limits.max_turns or rollout.max_turns
+        if (environment_turns := part.spec.max_turns) > max_turns:
+            limited = f"env.limits.{name}" if part.limits.max_turns else "rollout"
+            own = f"env.of.{name}" if name else "env"
+            raise ConfigError(
+                f"{limited}.max_turns={max_turns} cuts episodes off before {part.spec.name} has "
+                f"ended and scored them, which takes up to {environment_turns} turns "
+                f"({own}.max_turns): raise the one or lower the other"
+            )
 
 
 def rollout_options_per_worker(config: Config, workers: Iterable[int]) -> RolloutOptions:
@@ -690,7 +711,11 @@ def on_tasks(
         name=name,
         models=models,
         mfcs=tuple(mfcs),
-        source=SourceSpec("tasks", tasks, worker=models["actor"].workers[0]),
+        source=SourceSpec(
+            "mixture" if environment.spec.parts else "tasks",
+            tasks,
+            worker=models["actor"].workers[0],
+        ),
         n_seqs=config.dataset.train_bs_n_seqs,
         total_train_steps=config.total_train_steps,
         seed=config.seed,

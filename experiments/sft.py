@@ -39,6 +39,7 @@ from realhf.base.dataclass_json import to_json_value
 from realhf.base.files import content_key, find_imported_files
 from realhf.base.installation import PACKAGE
 from realhf.env.loader.load import ChosenEnvironment, chosen_environment, with_environment
+from realhf.env.loader.mixture import name_members, split_mixture
 from realhf.monitor.provenance import package_versions
 
 LEARNING_MODULES = (
@@ -353,22 +354,35 @@ def _demonstration_argv(
             f"demonstrations to train on; train with experiment=grpo from actor.path=FOLDER "
             f"without actor.warm_start, or try a run out with actor.path={UNTRAINED}"
         )
+    # Shares and limits of a mixture are about groups of rollouts.
+    of_rollouts = ("weights", "limits") if environment.spec.parts else ()
+    options = {
+        name: value for name, value in environment.options.items() if name not in of_rollouts
+    }
     return (
         environment.reference,
         "--options",
-        json.dumps(dict(environment.options), sort_keys=True),
+        json.dumps(options, sort_keys=True),
         "--request",
         json.dumps(to_json_value(request), sort_keys=True),
     )
 
 
 def _environment_files(environment: ChosenEnvironment) -> list[Path]:
-    """Return the source files of an environment: the file that defines it, or its module in this
-    package with all imported modules."""
-    file = environment.reference.partition(":")[0]
-    if file.endswith(".py"):
-        return [Path(file)]
-    return find_imported_files(PACKAGE, (str(getattr(environment.spec.make, "__module__", "")),))
+    """Return the source files of an environment, or of all environments of a mixture: the file that
+    defines it, or its module in this package with all imported modules."""
+    members = split_mixture(environment.reference)
+    references = [*name_members(members).values()] if members else [environment.reference]
+    specs = [part.spec for part in environment.spec.parts.values()] or [environment.spec]
+    files: list[Path] = []
+    for reference, spec in zip(references, specs, strict=True):
+        file = reference.partition(":")[0]
+        files += (
+            [Path(file)]
+            if file.endswith(".py")
+            else find_imported_files(PACKAGE, (str(getattr(spec.make, "__module__", "")),))
+        )
+    return files
 
 
 def build_untrained_policy(config: Config, demonstrations: Path | None = None) -> JobSpec:

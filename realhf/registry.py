@@ -88,6 +88,7 @@ sources = Registry(
     {
         "tasks": "realhf.env.curriculum:TaskSource",
         "jsonl_chat": "realhf.data.chat_dataset:ChatDatasetSource",
+        "mixture": "realhf.env.mixture_source:MixtureSource",
         "trajectory_slots": "realhf.trajectory.training.stream_interface:BatchSlotSource",
     },
 )

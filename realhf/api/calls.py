@@ -661,6 +661,7 @@ class GenerateRequest(Message, frozen=True, array_like=True):
     min_version: int
     pinned_version: int = -1
     greedy: bool = False
+    max_new_tokens: int = 0
 
 
 class GenerateAnswer(Message, frozen=True, array_like=True):

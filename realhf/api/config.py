@@ -773,7 +773,8 @@ class EvaluationConfig:
     )
     templates: int = option(
         200,
-        "Maximum number of task templates (rows of a data set) to evaluate, spread evenly.",
+        "Maximum number of task templates (rows of a data set) of each environment to evaluate, "
+        "spread evenly.",
         at_least=1,
     )
     every_steps: int = option(

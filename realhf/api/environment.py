@@ -228,6 +228,20 @@ class Environment(Protocol):
 
 
 @dataclass(frozen=True)
+class TaskLimits:
+    """Limits that a run sets for the episodes of one environment of a mixture. A limit of 0 is that
+    of the run."""
+
+    max_turns: int = 0
+    """Maximum number of turns, instead of ``rollout.max_turns``."""
+    max_total_tokens: int = 0
+    """Maximum number of tokens of prompt and completion together, instead of
+    ``rollout.max_total_tokens``."""
+    max_new_tokens: int = 0
+    """Maximum number of tokens per turn, instead of ``gen.max_new_tokens``."""
+
+
+@dataclass(frozen=True)
 class Task:
     """A task of an environment, which selects an episode."""
 
@@ -247,6 +261,10 @@ class Task:
     max_turns: int = 0
     """Maximum number of turns of this task, in addition to the limit ``rollout.max_turns``; 0 for
     no limit."""
+    environment: str = ""
+    """Name of the task's environment in a mixture; "" in a run with one environment."""
+    limits: TaskLimits = TaskLimits()
+    """Limits that the run sets for the task's environment."""
 
     def limit_turns(self, run_limit: int) -> int:
         """Return the maximum number of turns of an episode in a run that allows ``run_limit``
@@ -394,7 +412,22 @@ class EnvironmentSpec:
     ``max_turns`` sets it. Episodes that are cut off earlier have no score. 0 for an environment
     that gives a reward for each turn."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """JSON schemas of the tools that are known in advance to exist in every episode."""
+    """JSON schemas of the tools that are known in advance to exist in every episode or, for a
+    mixture, in every episode of one of its environments."""
+    parts: Mapping[str, EnvironmentPart] = field(default_factory=dict)
+    """The environments of a mixture, by name; {} for any other environment."""
+
+
+@dataclass(frozen=True)
+class EnvironmentPart:
+    """An environment of a mixture."""
+
+    spec: EnvironmentSpec
+    """The environment."""
+    share: float
+    """Fraction of the groups of rollouts that play it; the fractions of a mixture add up to 1."""
+    limits: TaskLimits = TaskLimits()
+    """Limits of its episodes."""
 
 
 @dataclass(frozen=True)

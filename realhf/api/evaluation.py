@@ -29,11 +29,13 @@ class EpisodeResult(Message, frozen=True):
     """Number of turns."""
     out_of_turns: bool = False
     """Whether ``rollout.max_turns`` ended the episode."""
+    environment: str = ""
+    """Name of the episode's environment in a mixture; "" in a run with one environment."""
 
 
 def evaluation_report(results: Sequence[EpisodeResult], version: int) -> dict[str, dict[str, Any]]:
-    """Return {"overall" or group: {success, low, high, reward, turns, out_of_turns, episodes,
-    failed, version}}.
+    """Return {"overall", group, or environment of a mixture: {success, low, high, reward, turns,
+    out_of_turns, episodes, failed, version}}.
 
     Failed episodes (environment errors) are counted in ``failed`` and excluded from all means.
     ``low`` and ``high`` are the 95 % Wilson interval of the success rate; ``out_of_turns`` is the
@@ -41,6 +43,8 @@ def evaluation_report(results: Sequence[EpisodeResult], version: int) -> dict[st
     played all episodes.
     """
     report = {"overall": _summary(results, version)}
+    for name in sorted({result.environment for result in results if result.environment}):
+        report[name] = _summary([each for each in results if each.environment == name], version)
     for group in sorted({result.group for result in results if result.group}):
         report[group] = _summary([result for result in results if result.group == group], version)
     return report

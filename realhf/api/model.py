@@ -47,6 +47,13 @@ class GenRequest:
     none."""
     greedy: bool = False
     """Whether to decode greedily instead of sampling as in training; only with a pinned version."""
+    max_new_tokens: int = 0
+    """Maximum number of tokens of the turn, if that is lower than ``gen.max_new_tokens``; 0 for
+    no limit of its own."""
+
+    def limit_turn(self, max_new_tokens: int) -> int:
+        """Return how many more tokens the turn may have in a run that allows ``max_new_tokens``."""
+        return min(max_new_tokens, self.max_new_tokens or max_new_tokens) - self.sampled
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from realhf.api.environment import FAILURE_KINDS, AssistantMessage, ChatMessage, Task
+from realhf.api.environment import (
+    FAILURE_KINDS,
+    AssistantMessage,
+    ChatMessage,
+    Task,
+    TaskLimits,
+)
 
 VALID_STATUSES = frozenset({"achieved", "finished", "max_turns", "token_budget"})
 """Statuses of episodes that count for training and evaluation. ``achieved``: the task was solved;
@@ -33,7 +39,8 @@ def parse_task(metadata: Mapping[str, Any]) -> Task:
     """Parse the task from the metadata of a sample.
 
     Required keys are ``task`` (the payload as JSON text), ``task_id`` and ``task_seed``; ``group``,
-    ``template_name`` and ``max_turns`` are optional. Raises ValueError that names what is missing
+    ``template_name``, ``max_turns``, ``environment`` and ``limits`` (``TaskLimits`` as JSON text)
+    are optional. Raises ValueError that names what is missing
     or invalid.
     """
     if missing := [name for name in ("task_id", "task", "task_seed") if metadata.get(name) is None]:
@@ -55,6 +62,8 @@ def parse_task(metadata: Mapping[str, Any]) -> Task:
         seed=int(metadata["task_seed"]),
         template=str(metadata.get("template_name", "")),
         max_turns=int(metadata.get("max_turns", 0)),
+        environment=str(metadata.get("environment", "")),
+        limits=TaskLimits(**json.loads(metadata.get("limits", "{}"))),
     )
 
 
@@ -175,6 +184,8 @@ class RolloutOutcome:
     """``Task.seed``."""
     template: str = ""
     """``Task.template``."""
+    environment: str = ""
+    """``Task.environment``."""
     task_text: str = ""
     """The task as the policy read it, to show to people."""
     message: str = ""

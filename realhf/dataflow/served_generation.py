@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from realhf.api.calls import TRIAL_CHANGE, TRIAL_RESTORE, Probe, ProbeRequest, UpdateWeightsAnswer
@@ -197,4 +198,4 @@ def _derive_seed(seed: int, index: int) -> int:
 
 
 def _with_seed(request: GenRequest, seed: int) -> GenRequest:
-    return GenRequest(request.slot, request.token_ids, request.sampled, seed)
+    return replace(request, seed=seed)

@@ -686,33 +686,22 @@ def make_curriculum(
     )
 
 
-class TaskSource:
-    """Infinite data source of tasks of the training split, drawn from a curriculum.
+class CurriculumSource:
+    """Infinite data source of tasks of ``tasks``, drawn from a curriculum.
 
     The id of an item is ``<task id>@<n>`` with n counting from 0. Its metadata holds the task, in
     the format that ``parse_task`` reads, and ``template``, its id in the curriculum. Items have no
     values.
+
+    Args:
+        seed: Seed of the draws.
+        tasks: The templates to draw from.
+        strategy, options: See ``make_curriculum``.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        environment: str,
-        options: Mapping[str, Any] | None = None,
-        strategy: str = "learnability",
-        group_success: str = "fraction",
-        untried_share: float = 1.0,
-        priority: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._tasks = build_environment(environment, options or {}).tasks(TRAIN)
-        self._curriculum = make_curriculum(
-            strategy,
-            seed,
-            self._tasks,
-            group_success=group_success,
-            untried_share=untried_share,
-            priority=priority,
-        )
+    def __init__(self, seed: int, tasks: TaskSet[Task], strategy: str, **options: Any) -> None:
+        self._tasks = tasks
+        self._curriculum = make_curriculum(strategy, seed, tasks, **options)
         self._drawn_count = 0
 
     def next_batch(self, n: int) -> list[SourceItem]:
@@ -747,7 +736,42 @@ class TaskSource:
         return self._curriculum.stats()
 
 
+class TaskSource(CurriculumSource):
+    """Infinite data source of the training tasks of an environment, drawn from a curriculum.
+
+    Args:
+        seed: Seed of the draws.
+        environment: The environment, as ``load_definition`` takes it.
+        options: Options of the environment as plain values.
+        strategy, group_success, untried_share, priority: See ``make_curriculum``.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        environment: str,
+        options: Mapping[str, Any] | None = None,
+        strategy: str = "learnability",
+        group_success: str = "fraction",
+        untried_share: float = 1.0,
+        priority: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            seed,
+            build_environment(environment, options or {}).tasks(TRAIN),
+            strategy,
+            group_success=group_success,
+            untried_share=untried_share,
+            priority=priority,
+        )
+
+
 def _item(template: str, task: Task, number: int) -> SourceItem:
+    of_mixture: dict[str, Any] = (
+        {"environment": task.environment, "limits": json.dumps(asdict(task.limits))}
+        if task.environment
+        else {}
+    )
     return SourceItem(
         id=f"{task.id}@{number}",
         metadata={
@@ -758,5 +782,6 @@ def _item(template: str, task: Task, number: int) -> SourceItem:
             "template_name": task.template or template,
             "group": task.group,
             "max_turns": task.max_turns,
+            **of_mixture,
         },
     )

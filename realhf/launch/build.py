@@ -422,8 +422,11 @@ def _check_environment(composed: ComposedConfig, plain: Any) -> None:
         if not name.startswith(ENVIRONMENT) or name == f"{ENVIRONMENT}path":
             continue
         config = copy.deepcopy(composed.config)
-        section = vars(config)["env"]  # ExperimentConfig itself has no such field.
-        option = name.removeprefix(ENVIRONMENT)
+        # ExperimentConfig itself has no such field.
+        *parents, option = name.split(".")
+        section: Any = config
+        for parent in parents:
+            section = vars(section)[parent]
         default = _find_default(section, option)
         if default is MISSING or default == getattr(section, option):
             continue

@@ -12,6 +12,7 @@ import secrets
 import time
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -22,6 +23,7 @@ from realhf.api.config import ConfigError, ExperimentConfig
 from realhf.api.option import NamedOption, sections, walk
 from realhf.base.installation import CONFIGS
 from realhf.base.plugin import absolute_reference
+from realhf.env.loader.mixture import mixture_reference, split_mixture
 from realhf.launch.checks import BUILTIN, choose_engine, is_builtin, start_untrained
 from realhf.launch.plugins import (
     ExperimentFile,
@@ -86,25 +88,26 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
         user_file.with_suffix(".yaml") if user_file else config_dir / "experiment" / f"{name}.yaml"
     )
     _check_choices(values, config_dir)
-    environment = _find_component("env", values, config_dir, own_file)
+    environment = _find_environment(values, config_dir, own_file)
     scheduler = _find_component("scheduler", values, config_dir, own_file)
     algorithm = _find_component("ppo", values, config_dir, own_file, "algo")
     env_argument = next(
-        (f"{key}={value}" for key, value in reversed(pairs) if key in ("env.path", "env")), ""
+        (
+            f"{key}={value}"
+            for key, value in reversed(pairs)
+            if key in ("env.mix", "env.path", "env")
+        ),
+        "",
     )
     _check_environment(
-        name,
-        env_argument,
-        environment,
-        _read_component(own_file, "env", bases=config_dir / "experiment"),
-        config_dir,
+        name, env_argument, environment, _read_environment(own_file, config_dir), config_dir
     )
     file = load_experiment(config_dir, name, user_file, environment)
     if environment is None and hasattr(file.module, "config_class"):
         raise EnvironmentMissing(
             f"experiment={name}: choose an environment with env=NAME (known: "
-            f"{', '.join(environments)}), or with "
-            "env.path=FILE.py:Name"
+            f"{', '.join(environments)}), with "
+            "env.path=FILE.py:Name, or several with env.mix=[NAME,NAME]"
         )
     if scheduler is not None:
         try:
@@ -310,6 +313,40 @@ def _find_component(
     )
 
 
+def _find_environment(values: dict[str, str], config_dir: Path, own_file: Path) -> str | None:
+    """Return the reference of the chosen environment or mixture (``env.mix``), or None.
+
+    References in ``values`` are made absolute, so that every process finds them. Raises ConfigError
+    if both a mixture and a single environment were chosen.
+    """
+    if "env.mix" not in values:
+        chosen = _find_component("env", values, config_dir, own_file)
+        if chosen is not None and split_mixture(chosen):
+            raise ConfigError(f"env.path={chosen}: several environments are chosen with env.mix")
+        return chosen or _read_environment(own_file, config_dir)
+    for key in ("env", "env.path"):
+        if key in values:
+            raise ConfigError(
+                f"env.mix={values['env.mix']}, {key}={values[key]}: choose one of them; the "
+                f"environments of a mixture are those that env.mix names"
+            )
+    listed = values["env.mix"].strip()
+    if not (listed.startswith("[") and listed.endswith("]")):
+        raise ConfigError(f"env.mix={listed}: give a list, such as [sql,countdown]")
+    reference = mixture_reference([text.strip(" '\"") for text in listed[1:-1].split(",")])
+    values["env.mix"] = "[{}]".format(",".join(f"'{text}'" for text in split_mixture(reference)))
+    return reference
+
+
+def _read_environment(own_file: Path, config_dir: Path) -> str | None:
+    """Return the reference of the environment or mixture that the experiment's YAML file sets, or
+    None."""
+    bases = config_dir / "experiment"
+    return _read_component(own_file, "env", bases=bases) or _read_component(
+        own_file, "env", "mix", bases
+    )
+
+
 def _check_environment(
     experiment: str, env_argument: str, environment: str | None, fixed: str | None, config_dir: Path
 ) -> None:
@@ -366,13 +403,16 @@ def _read_component(
     seen: frozenset[str] = frozenset(),
 ) -> str | None:
     """Return the value of ``section.option`` that a YAML file sets, or that the files in the folder
-    ``bases`` set on which it builds; None if none does.
+    ``bases`` set on which it builds; None if none does. A list of environments is returned as the
+    reference of their mixture.
 
     ``seen`` contains the files from which this file was reached, to end cycles.
     """
     content = read_yaml_mapping(path)
     part = content.get(section)
     value = part.get(option) if isinstance(part, dict) else None
+    if isinstance(value, list):
+        value = mixture_reference([str(item) for item in value])
     if isinstance(value, str) or bases is None:
         return value if isinstance(value, str) else None
     base_names = (base for base in reversed(base_experiments(content, path)) if base not in seen)
@@ -428,6 +468,8 @@ def _check_names(
 def _describe_unknown(name: str, experiment: str, schema: Schema, config_dir: Path) -> str:
     """Return the error message about an option that the experiment does not have. It names the
     experiments that have the option, if any."""
+    if problem := _describe_unknown_part(name, schema):
+        return problem
     owners = [
         other
         for other, other_schema in shipped_schemas(config_dir).items()
@@ -439,6 +481,20 @@ def _describe_unknown(name: str, experiment: str, schema: Schema, config_dir: Pa
             f"{', '.join(owners)}"
         )
     return schema.describe_unknown(name)
+
+
+def _describe_unknown_part(name: str, schema: Schema) -> str:
+    """Return the error message about an option under ``env.of`` or ``env.limits`` of an environment
+    that is not mixed; "" for any other option."""
+    match = re.match(r"env\.(of|limits)\.(\w+)", name)
+    if match is None or f"env.{match[1]}.{match[2]}" in schema.sections:
+        return ""
+    if "env.mix" not in schema.options:
+        return f"option {name} has no effect without env.mix, which names several environments"
+    return (
+        f"option {name} has no effect: env.mix has no environment {match[2]!r}, but "
+        f"{', '.join(f.name for f in fields(schema.sections['env.of']))}"
+    )
 
 
 def _check_experiment(name: str | None, config_dir: Path, user_file: Path | None) -> str:

@@ -16,6 +16,7 @@ from realhf.api.config import ExperimentConfig
 from realhf.api.option import REFERENCE, NamedOption, Option, walk
 from realhf.base.installation import CONFIGS
 from realhf.env.loader.load import with_environment
+from realhf.env.loader.mixture import MixtureOptions, PartLimits
 from realhf.launch.compose import (
     GROUPS,
     EnvironmentMissing,
@@ -73,6 +74,7 @@ def help_text(config_dir: Path = CONFIGS) -> str:
             f"Of the environment {name} (env.path={name}):",
             *_format_lines(_section_options(schema, "env")),
         ]
+    lines += ["", "Of a mixture of environments:", *_format_lines(_mixture_options())]
     return "\n".join(lines)
 
 
@@ -99,7 +101,7 @@ def experiment_help(arguments: Sequence[str], config_dir: Path = CONFIGS) -> str
     if not has_environment:
         choice = (
             f"choose an environment with env=NAME ({', '.join(environments)}) or "
-            f"env.path=FILE.py:Name"
+            f"env.path=FILE.py:Name, or several with env.mix=[NAME,NAME]"
         )
         lines.insert(
             2,
@@ -131,6 +133,11 @@ def options_reference(config_dir: Path = CONFIGS) -> str:
         ]
     for name, schema in environment_schemas().items():
         parts += _format_chapter("env", schema, f" Of the environment `{name}`.")
+    parts += [
+        "## env\n",
+        f"{(inspect.getdoc(MixtureOptions) or '').replace('``', '`')}\n",
+        _format_table(_mixture_options()),
+    ]
     return "\n".join(parts)
 
 
@@ -154,6 +161,13 @@ def _scheduler_options(schema: Schema) -> Iterator[NamedOption]:
     return (
         entry for entry in _section_options(schema, "scheduler") if entry.name != "scheduler.path"
     )
+
+
+def _mixture_options() -> Iterator[NamedOption]:
+    """Yield the options that every mixture of environments has. ``NAME`` stands for the name of
+    each of its environments."""
+    yield from walk(MixtureOptions(), "env")
+    yield from walk(PartLimits(), "env.limits.NAME")
 
 
 def _own_sections(config_dir: Path) -> Mapping[str, tuple[list[str], Schema]]:

@@ -24,6 +24,7 @@ from realhf.base.plugin import (
     split_reference,
 )
 from realhf.base.text import suggest_names
+from realhf.env.loader.mixture import split_mixture
 from realhf.registry import REGISTRIES, schedulers
 from realhf.scheduler.base import Scheduler, SchedulerDefinition
 
@@ -61,7 +62,8 @@ def load_experiment(
         try:
             kind = build_class(environment)
         except ValueError as error:
-            raise ConfigError(f"env.path={environment}: {error}") from None
+            option = "env.mix" if split_mixture(environment) else "env.path"
+            raise ConfigError(f"{option}={environment}: {error}") from None
     return ExperimentFile(name, plugin, module, kind)
 
 

@@ -70,6 +70,12 @@ REWARDS = Section(
             "(`grpo_stream_http`) the same as `reward/trained_mean`",
             "reward",
         ),
+        _rollout_metric(
+            "reward/mean/<environment>",
+            "reward",
+            "the same for one environment of a mixture (`env.mix`)",
+            "reward_of/<environment>",
+        ),
         _policy_metric(
             "reward/std",
             "reward",
@@ -89,8 +95,12 @@ REWARDS = Section(
             f"success/{OVERALL}", "fraction", "rollouts that reached the goal", "success"
         ),
         _rollout_metric(
-            "success/<group>", "fraction", "the same for one group of tasks", "success/<group>"
+            "success/<group>",
+            "fraction",
+            "the same for one group of tasks, in a mixture (`env.mix`) `success/<environment>/<group>`",
+            "success/<group>",
         ),
+        Metric("success/<environment>", "fraction", "the same for one environment of a mixture"),
         _rollout_metric(
             "environment/<name>",
             "its own",
@@ -154,6 +164,12 @@ LENGTHS = Section(
         ),
         _rollout_metric("length/turns", "turns", "mean number of turns of a rollout", "turns"),
         _rollout_metric(
+            "length/turns/<environment>",
+            "turns",
+            "the same for one environment of a mixture",
+            "turns_of/<environment>",
+        ),
+        _rollout_metric(
             "length/out_of_turns",
             "fraction",
             "rollouts that `rollout.max_turns` ended before they succeeded, where their task would "
@@ -172,6 +188,12 @@ ROLLOUTS = Section(
             "count",
             "rollouts of the step's samples, failed ones included",
             "rollouts",
+        ),
+        _rollout_metric(
+            "rollouts/played/<environment>",
+            "count",
+            "the same for one environment of a mixture",
+            "n_rollouts_of/<environment>",
         ),
         _rollout_metric(
             "rollouts/failed",
@@ -605,6 +627,12 @@ OTHERS = Section(
     (
         Metric("buffer/resident", "samples", "most samples in the master's buffer at once"),
         Metric("source/<name>", "its own", "what the data source or the curriculum reports"),
+        Metric(
+            "source/<name>/<environment>",
+            "its own",
+            "the same for the curriculum of one environment of a mixture; `share` is the "
+            "environment's fraction of all groups so far",
+        ),
         Metric("<call>/n_tokens", "tokens", "tokens of the sequences that the call scored"),
         Metric("<call>/n_scored", "count", "sequences that got a reward"),
         Metric(
@@ -626,7 +654,7 @@ EVALUATIONS = Section(
     "of "
     "`metrics.jsonl`. `<split>` is `heldout` in the experiments that ship, `<way>` is `sampled` or "
     "`greedy`, `<group>` "
-    "is `overall` or a group of tasks.",
+    "is `overall`, a group of tasks or, in a mixture, an environment.",
     (
         Metric("eval/<split>/<way>/success/<group>", "fraction", "episodes that reached the goal"),
         Metric(

@@ -30,6 +30,7 @@ from realhf.api.generation import TokenSource
 from realhf.api.rollout import AGENT_FAILED, POLICY_FAILED, RolloutOutcome
 from realhf.api.tool_parser import CallProblem, read_json
 from realhf.base.plugin import describe_user_error, load_plugin
+from realhf.env.loader.mixture import own_payload
 from realhf.rollout.episode import EpisodeLimits, EpisodeProgress, EpisodeRequest
 from realhf.rollout.openai_requests import ChatMessage, OpenAiCall, OpenAiMessage
 from realhf.rollout.openai_server import OpenAiServer
@@ -68,7 +69,8 @@ class AgentSession:
       prompt first;
     - ``text``: the user messages of the opening;
     - ``id``: id of the task; ``group``: name of the group under which success is reported;
-      ``seed``: seed of the task instance.
+      ``seed``: seed of the task instance; ``environment``: name of the task's environment in a
+      mixture, else "".
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class AgentSession:
         self.id = task.id
         self.group = task.group
         self.seed = task.seed
+        self.environment = task.environment
         self.messages: list[dict[str, Any]] = []
         self.tools: list[dict[str, Any]] = []
         self.text = ""
@@ -296,7 +299,11 @@ class BlackBoxAgent:
         async with self._starting:
             await self._server.start()
         session = self._server.sessions.open(
-            llm, slot=slot, seed=request.sampling_seed, max_turns=request.task.max_turns
+            llm,
+            slot=slot,
+            seed=request.sampling_seed,
+            max_turns=request.task.max_turns,
+            task_limits=request.task.limits,
         )
         progress = EpisodeProgress(request)
         agent_session = AgentSession(env, progress, session, self._system_prompt)
@@ -331,7 +338,7 @@ class BlackBoxAgent:
             return Ending(error.kind, message=str(error))
         try:
             async with asyncio.timeout(self._timeout_s):
-                task = dict(progress.request.task.payload)
+                task = dict(own_payload(progress.request.task))
                 reward = await self._agent(task, self._server.base_url(session), agent_session)
         except TimeoutError as error:
             problem = str(error) or f"the agent was not done after {self._timeout_s:g} s"

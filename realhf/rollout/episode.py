@@ -22,6 +22,7 @@ from realhf.api.environment import (
     EnvironmentFailure,
     Opening,
     Task,
+    TaskLimits,
     Turn,
     is_finite,
 )
@@ -41,6 +42,22 @@ class EpisodeLimits:
     """Maximum number of tokens of prompt and completion together."""
     turn_tokens: int
     """Number of free tokens required before a policy turn (the engine's max_new_tokens)."""
+    max_new_tokens: int = 0
+    """Maximum number of tokens per turn, if that is lower than the engine's; 0 for no limit of the
+    episode's own."""
+
+    def narrow(self, limits: TaskLimits) -> EpisodeLimits:
+        """Return the limits with those that the run sets for the task's environment, unless they
+        are higher."""
+        return replace(
+            self,
+            max_turns=min(self.max_turns, limits.max_turns or self.max_turns),
+            max_total_tokens=min(
+                self.max_total_tokens, limits.max_total_tokens or self.max_total_tokens
+            ),
+            turn_tokens=min(self.turn_tokens, limits.max_new_tokens or self.turn_tokens),
+            max_new_tokens=min(self.turn_tokens, limits.max_new_tokens),
+        )
 
 
 @dataclass(frozen=True)
@@ -189,6 +206,7 @@ def make_outcome(
         group=task.group,
         seed=task.seed,
         template=task.template,
+        environment=task.environment,
         **columns,
         **more,
     )
@@ -287,7 +305,13 @@ class Conversation:
         assert self.tokens is not None
         sampled: list[int] = []
         while True:
-            request = GenRequest(self.slot, self.tokens.prefix(), len(sampled), self.seed)
+            request = GenRequest(
+                self.slot,
+                self.tokens.prefix(),
+                len(sampled),
+                self.seed,
+                max_new_tokens=self.limits.max_new_tokens,
+            )
             output = await self.source.generate(request)
             if not output.token_ids and not (output.finish_reason == "length" and sampled):
                 self._raise_empty(output)

@@ -27,6 +27,7 @@ from realhf.api.generation import TokenSource
 from realhf.api.rollout import AGENT_FAILED, POLICY_FAILED, RolloutOutcome, parse_task
 from realhf.api.trace import NO_RECORDER, PlayedSample, RolloutRecorder
 from realhf.base.dataclass_json import to_json_value
+from realhf.env.loader.mixture import MixtureTasks
 from realhf.rollout.episode import EpisodeRequest, make_outcome
 from realhf.rollout.generation_client import ConstrainedTokens
 from realhf.rollout.player import EpisodePlayer
@@ -64,26 +65,32 @@ def held_out_tasks(
     """Return the task instances of a split: for each template, those with the seeds 0, 1, ...,
     ``episodes_per_task`` - 1.
 
-    If there are more than ``templates`` templates, that many evenly spaced ones are selected.
+    If there are more than ``templates`` templates, that many evenly spaced ones are selected. Of a
+    mixture, that is the number for each environment.
     """
     tasks = spec.tasks(split)
-    names = [*tasks.group_of]
-    if len(names) > templates:
-        names = [names[number * len(names) // templates] for number in range(templates)]
-    instances = [
-        (name, tasks.instantiate(name, seed)) for name in names for seed in range(episodes_per_task)
-    ]
+    members = tasks.parts.values() if isinstance(tasks, MixtureTasks) else (tasks,)
+    instances = []
+    for member in members:
+        names = [*member.group_of]
+        if len(names) > templates:
+            names = [names[number * len(names) // templates] for number in range(templates)]
+        instances += [
+            (name, member.instantiate(name, seed))
+            for name in names
+            for seed in range(episodes_per_task)
+        ]
     return [replace(task, template=task.template or name) for name, task in instances]
 
 
 @dataclass(frozen=True)
 class RolloutRecording:
-    """Recorder of the rollouts of one environment."""
+    """Recorder of the rollouts of an environment or a mixture."""
 
     recorder: RolloutRecorder
     """Destination of the records."""
     env: str
-    """Name of the environment."""
+    """Name of the environment. Rollouts of a mixture are recorded under the name of their own."""
     gen: GenConfig
     """Sampling options used in training."""
     texts: TokenTexts | None = None
@@ -111,8 +118,9 @@ class RolloutRecording:
         )
 
     def _record(self, sample: PlayedSample, gen: GenConfig) -> None:
+        env = next((each.environment for each in sample.rollouts if each.environment), self.env)
         self.recorder.record_played(
-            replace(sample, env=self.env, sampling=to_json_value(gen), texts=self.texts)
+            replace(sample, env=env, sampling=to_json_value(gen), texts=self.texts)
         )
 
 
@@ -126,6 +134,7 @@ def episode_results(outcomes: Sequence[RolloutOutcome]) -> list[EpisodeResult]:
             float(outcome.reward or 0.0),
             len(outcome.turns),
             out_of_turns=outcome.out_of_turns,
+            environment=outcome.environment,
         )
         for outcome in outcomes
     ]

@@ -277,9 +277,10 @@ def _address(spec: EnvironmentSpec, context: CallContext) -> str:
 def rollout_statistics(outcomes: Sequence[RolloutOutcome]) -> dict[str, Any]:
     """Return the statistics of episodes.
 
-    These are means over valid episodes, including success by group and the named rewards and
-    metrics; for each mean, the number of episodes that it covers (``MEANS_OVER``); and the number
-    of failed episodes by status.
+    These are means over valid episodes, including success by group, the named rewards and metrics
+    and, in a mixture, success, reward and turns by environment; for each mean, the number of
+    episodes that it covers (``MEANS_OVER``); the number of failed episodes by status; and, in a
+    mixture, the number of episodes by environment.
     """
     valid = [outcome for outcome in outcomes if outcome.valid]
     means = {
@@ -294,6 +295,11 @@ def rollout_statistics(outcomes: Sequence[RolloutOutcome]) -> dict[str, Any]:
         means[f"success/{group}"] = [
             float(outcome.achieved) for outcome in valid if outcome.group == group
         ]
+    for name in sorted({outcome.environment for outcome in valid if outcome.environment}):
+        own = [outcome for outcome in valid if outcome.environment == name]
+        means[f"success/{name}"] = [float(outcome.achieved) for outcome in own]
+        means[f"reward_of/{name}"] = [outcome.reward or 0.0 for outcome in own]
+        means[f"turns_of/{name}"] = [float(len(outcome.turns)) for outcome in own]
     for name in sorted({name for outcome in valid for name in outcome.rewards}):
         means[f"reward/{name}"] = [outcome.rewards.get(name, 0.0) for outcome in valid]
     for name in sorted(
@@ -303,12 +309,13 @@ def rollout_statistics(outcomes: Sequence[RolloutOutcome]) -> dict[str, Any]:
             value for o in valid if (value := o.metrics.get(name)) is not None
         ]
     failed = Counter(f"failed/{outcome.status}" for outcome in outcomes if not outcome.valid)
+    played = Counter(f"n_rollouts_of/{each.environment}" for each in outcomes if each.environment)
     return {
         **{name: _mean(values) for name, values in means.items()},
         MEANS_OVER: {name: len(values) for name, values in means.items()},
         "rollouts": float(len(outcomes)),
         "failed_rollouts": float(len(outcomes) - len(valid)),
-        **{name: float(count) for name, count in failed.items()},
+        **{name: float(count) for name, count in (failed + played).items()},
     }
 
 

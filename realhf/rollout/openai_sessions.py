@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from realhf.api.chat_template import ChatTemplateError, TemplateChat
-from realhf.api.environment import AssistantMessage, Task, finite_number
+from realhf.api.environment import AssistantMessage, Task, TaskLimits, finite_number
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.rollout import (
@@ -137,6 +137,8 @@ class OpenTurn:
     """Tools of the request."""
     rules: AnswerRules = NO_RULES
     """What the request asks of the answer."""
+    max_new_tokens: int = 0
+    """Maximum number of tokens of the turn; 0 for that of the engine."""
     parts: list[GenOutput] = field(default_factory=list)
     """Outputs of the engine so far."""
     parsed: AssistantMessage = field(default_factory=lambda: AssistantMessage(""))
@@ -182,7 +184,13 @@ class OpenTurn:
     def request(self) -> GenRequest:
         """Return the engine's request to generate the rest of the turn."""
         ids = self.ids
-        return GenRequest(self.branch.slot, self.prompt + ids, len(ids), self.branch.seed)
+        return GenRequest(
+            self.branch.slot,
+            self.prompt + ids,
+            len(ids),
+            self.branch.seed,
+            max_new_tokens=self.max_new_tokens,
+        )
 
     def stop_at(self, stop: StopMatch) -> None:
         """End the turn at a stop string: drop the tokens after the one that completes it."""
@@ -260,6 +268,7 @@ class TokenLedger:
                 f"than {limits.max_total_tokens}"
             )
             raise self._refuse("token_budget", "context_length_exceeded", text)
+        turn.max_new_tokens = limits.max_new_tokens
         turn.branch.busy = True
         self._n_running += 1
         return turn
@@ -641,6 +650,9 @@ class OpenAiSession:
             pass
 
 
+_NO_LIMITS = TaskLimits()
+
+
 class OpenAiSessions:
     """The open sessions of one endpoint."""
 
@@ -650,18 +662,23 @@ class OpenAiSessions:
         self._open: dict[str, OpenAiSession] = {}
 
     def open(
-        self, llm: TokenSource, *, slot: int, seed: int | None = None, max_turns: int = 0
+        self,
+        llm: TokenSource,
+        *,
+        slot: int,
+        seed: int | None = None,
+        max_turns: int = 0,
+        task_limits: TaskLimits = _NO_LIMITS,
     ) -> OpenAiSession:
         """Open a session that samples from ``llm``, with at most ``max_turns`` turns (0: the number
-        in the limits).
+        in the limits, which ``task_limits`` narrow).
 
         Raises RuntimeError if there are too many open sessions.
         """
         if len(self._open) >= MAX_SESSIONS:
             raise RuntimeError(f"the endpoint has {MAX_SESSIONS} sessions; close some")
-        limits = replace(
-            self._limits, max_turns=min(self._limits.max_turns, max_turns or self._limits.max_turns)
-        )
+        limits = self._limits.narrow(task_limits)
+        limits = replace(limits, max_turns=min(limits.max_turns, max_turns or limits.max_turns))
         ledger = TokenLedger(self.chat, limits, slot=slot, seed=seed)
         session = OpenAiSession(secrets.token_urlsafe(24), ledger, llm)
         self._open[session.key] = session

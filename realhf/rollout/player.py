@@ -399,10 +399,9 @@ class TurnAgent:
     ) -> RolloutOutcome:
         """Play one episode from its reset to its outcome. Failures are returned as outcomes."""
         kind = Conversation if self._keep_reasoning else TruncatingConversation
-        conversation = kind(
-            self._chat, self._limits, llm, slot, request.sampling_seed, self._system
-        )
-        outcome = await play_episode(env, request, conversation, self._limits.max_turns)
+        limits = self._limits.narrow(request.task.limits)
+        conversation = kind(self._chat, limits, llm, slot, request.sampling_seed, self._system)
+        outcome = await play_episode(env, request, conversation, limits.max_turns)
         self._warn_without_calls(conversation, outcome)
         # the opening of an outcome is all that the policy read before its first turn
         if self._system:

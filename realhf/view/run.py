@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -250,14 +250,20 @@ class Run:
         config = run_config(self.folder)
         return {
             "config": config,
-            "passport": describe_passport(self.folder / PASSPORT_FILE)
-            if "env.path" in config
-            else "",
+            "passport": self._passport(config),
             "origin": run_origin(self.folder),
             "note": asdict(read_note(self.folder)),
             "events": run_events(self.folder, hosts),
             "hosts": {host: hosts.processes(host) for host in hosts.hosts},
         }
+
+    def _passport(self, config: Mapping[str, str]) -> str:
+        """Return how far the environment's reward was verified; "" without an environment."""
+        if "env.path" not in config:
+            return ""
+        if "env.mix" in config:
+            return "not recorded for a mixture: each of its environments has a passport of its own"
+        return describe_passport(self.folder / PASSPORT_FILE)
 
     def advisories(self) -> list[dict[str, Any]]:
         """Return the advisories of ``realhf.monitor.advisories`` about the run: {id, severity,

@@ -224,7 +224,7 @@ class RowTable:
 def remaining_tokens(request: GenRequest, config: GenConfig, limit: int) -> int:
     """Return the number of tokens that a request may still sample if the context holds ``limit``
     tokens."""
-    return min(config.max_new_tokens - request.sampled, limit - len(request.token_ids))
+    return min(request.limit_turn(config.max_new_tokens), limit - len(request.token_ids))
 
 
 @dataclass(eq=False)

@@ -461,7 +461,7 @@ class VllmGenerator:
         request = entry.request
         config = entry.config
         room = self._model.max_tokens - len(request.token_ids)
-        count = min(room, config.max_new_tokens - request.sampled)
+        count = min(room, request.limit_turn(config.max_new_tokens))
         if count < 1:
             return GenOutput([], [], [], "length")
         params = {

@@ -22,6 +22,8 @@ def rollout_metrics(results: Sequence[SampleResult]) -> dict[str, float]:
     - ``reward``, ``success``, ``success/<group>``, ``turns``, ``out_of_turns``: means over valid
       rollouts;
     - ``broken_rules``: mean over the valid rollouts that have it, left out if none has;
+    - ``success/<environment>``, ``reward_of/<environment>``, ``turns_of/<environment>``: the same
+      for one environment of a mixture; ``n_rollouts_of/<environment>``: its number of rollouts;
     - ``rollouts``, ``failed_rollouts``: counts;
     - ``tokens``: number of sampled tokens;
     - ``episode_s_p50``, ``episode_s_p99``: quantiles of the duration of an episode, in seconds;
@@ -33,11 +35,7 @@ def rollout_metrics(results: Sequence[SampleResult]) -> dict[str, float]:
         group = str(result.metadata.get("group", ""))
         success.setdefault(group, []).extend(bool(a) for a in result.achieved if a is not None)
     all_success = [value for values in success.values() for value in values]
-    notes = [
-        json.loads(result.metadata["rollout"])
-        for result in results
-        if result.metadata.get("rollout")
-    ]
+    notes = _read_notes(results)
     seconds = sorted(value for note in notes for value in note["episode_s"])
     metrics: dict[str, float] = {
         "reward": _mean(rewards),
@@ -62,9 +60,37 @@ def rollout_metrics(results: Sequence[SampleResult]) -> dict[str, float]:
     }
     return (
         metrics
+        | _environment_metrics(results)
         | _count_kinds(notes, "failed", "failures")
         | _count_kinds(notes, "retried", "retries")
     )
+
+
+def _environment_metrics(results: Sequence[SampleResult]) -> dict[str, float]:
+    """Return the metrics of each environment of a mixture; {} in a run with one environment."""
+    metrics: dict[str, float] = {}
+    environments = {str(result.metadata.get("environment", "")) for result in results} - {""}
+    for name in sorted(environments):
+        own = [result for result in results if result.metadata.get("environment") == name]
+        rewards = [reward for result in own for reward in result.rewards if reward is not None]
+        metrics[f"n_rollouts_of/{name}"] = float(sum(len(result.rewards) for result in own))
+        if rewards:
+            turns = [turns for note in _read_notes(own) for turns in note["turns"]]
+            metrics[f"reward_of/{name}"] = _mean(rewards)
+            metrics[f"turns_of/{name}"] = _mean(turns)
+            metrics[f"success/{name}"] = _mean(
+                [bool(a) for result in own for a in result.achieved if a is not None]
+            )
+    return metrics
+
+
+def _read_notes(results: Sequence[SampleResult]) -> list[dict[str, Any]]:
+    """Return the statistics of the samples' groups (``PlayedGroup.statistics``)."""
+    return [
+        json.loads(result.metadata["rollout"])
+        for result in results
+        if result.metadata.get("rollout")
+    ]
 
 
 def episode_texts(results: Sequence[SampleResult]) -> list[str]:

@@ -20,6 +20,7 @@ from realhf.base.dataclass_json import to_json_value
 from realhf.base.plugin import absolute_reference, import_user_code, load_reference, split_reference
 from realhf.base.text import suggest_names
 from realhf.env.loader.author import NoOptions, format_error, source_location
+from realhf.env.loader.mixture import define_mixture, name_members, split_mixture
 from realhf.env.loader.multi_turn import build_message_class
 from realhf.env.loader.single_turn import build_verifier, is_verifier
 from realhf.env.loader.tool_env import build_tool_class
@@ -70,9 +71,15 @@ MAX_PROBLEMS = 8
 def load_definition(reference: str) -> EnvironmentDefinition:
     """Return the definition of the environment that ``reference`` names: a registered name,
     ``file.py:Name``, ``package.module:Name``, or ``file.py`` if it defines exactly one environment.
+    The reference of a mixture is a list of these (``mixture_reference``).
 
     Raises ValueError whose message is one sentence that says what is wrong and where.
     """
+    if members := split_mixture(reference):
+        named = name_members(members)
+        return define_mixture(
+            members, {name: load_definition(each) for name, each in named.items()}
+        )
     if reference in environments:
         return _build_definition(
             import_user_code(reference, lambda: environments.get(reference)), reference
@@ -119,8 +126,13 @@ def passport_file(reference: str) -> Path:
     """Return the path of the passport of an environment, which may not exist: the file is named
     after the environment and lies in the folder of its module.
 
-    Raises ValueError for an unknown environment.
+    Raises ValueError for an unknown environment, and for a mixture, which has no passport of its
+    own.
     """
+    if split_mixture(reference):
+        raise ValueError(
+            f"{reference}: a mixture has no passport; each of its environments has one"
+        )
     if reference in environments:
         target = import_user_code(reference, lambda: environments.get(reference))
         owner = target.options if isinstance(target, EnvironmentDefinition) else target
@@ -236,6 +248,9 @@ class ChosenEnvironment(NamedTuple):
 def environment_section(reference: str) -> type[Any]:
     """Return a dataclass with the options of an environment and ``path``, which names the
     environment. Raises ValueError for an unknown environment."""
+    if split_mixture(reference):
+        about = "The environments of env.mix, which sets this option."
+        return with_path(load_definition(reference).options, reference, about)
     about = "The environment: a registered name, or FILE.py:Name for one of your own."
     return with_path(load_definition(reference).options, absolute_reference(reference), about)
 

@@ -196,6 +196,7 @@ def _build_header(
 ) -> dict[str, Any]:
     samples = list(dict.fromkeys(_safe_sample_name(row.play.sample) for row in rows))
     valid = [row.play for row in rows if row.play.failure is None]
+    environments = dict.fromkeys(shorten_text(row.play.env) for row in rows if row.play.env)
     run = hashlib.blake2b(f"{store.folder}/{name}".encode(), digest_size=12).hexdigest()
     scores = [
         _build_score(
@@ -210,7 +211,7 @@ def _build_header(
             "eval_id": run,
             "run_id": run,
             "created": began,
-            "task": f"{shorten_text(rows[0].play.env) or 'rollouts'}/{name}",
+            "task": f"{'+'.join(environments) or 'rollouts'}/{name}",
             "task_id": run,
             "task_version": 0,
             "dataset": {"name": name, "samples": len(samples), "sample_ids": samples},

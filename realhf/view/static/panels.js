@@ -8,7 +8,7 @@ import { meanLine, meanPoints } from "./seeds.js";
  * `share`: in percent. `heldOut`: the number of held-out evaluations that is drawn as points.
  */
 export const PANELS = [
-  { title: "Reward", names: ["reward/mean", "reward/std"], heldOut: "reward", about: "mean over the rollouts of a step" },
+  { title: "Reward", names: ["reward/mean", "reward/std"], start: "reward/mean/", heldOut: "reward", about: "mean over the rollouts of a step" },
   { title: "Success", start: "success/", first: "success/overall", heldOut: "success", share: true, from0: true, about: "share of rollouts that reached the goal; points: held-out tasks with 95 % intervals" },
   { title: "Loss", names: ["policy/loss"], ends: "/loss", about: "mean over the updates of a step" },
   { title: "Where the time goes", unit: "s", times: true, about: "calls of a step, those that play by environment and generation; what overlaps adds up to more than the step" },

@@ -1,0 +1,399 @@
+"""Mixtures: several environments that a run plays as one (``env.mix``).
+
+A mixture is an environment like any other. Its task set holds the tasks of all its environments,
+and an instance plays each task in the environment that the task belongs to. So the programs that
+play episodes need no knowledge of mixtures; only the source of the training tasks
+(``realhf.env.mixture_source``) does, because it draws by shares.
+
+The reference of a mixture is the list of its environments' references: ``[sql,mine.py:Mine]``.
+Each environment has a *name* in the mixture, by which options, groups of tasks and metrics refer to
+it: ``sql`` and ``Mine``. ``[easy=countdown,hard=countdown]`` gives the names itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, make_dataclass, replace
+from functools import partial
+from keyword import iskeyword
+from pathlib import Path
+from typing import Any
+
+from realhf.api.environment import (
+    AssistantMessage,
+    Demonstration,
+    DemonstrationRequest,
+    Environment,
+    EnvironmentDefinition,
+    EnvironmentFailure,
+    EnvironmentPart,
+    EnvironmentSpec,
+    Opening,
+    Task,
+    TaskLimits,
+    TaskSet,
+    Turn,
+)
+from realhf.api.option import option, section
+from realhf.base.plugin import absolute_reference, split_reference
+from realhf.env.loader.tasks import ONE_GROUP
+
+_OVERALL = "overall"
+"""Name under which metrics and evaluations report all environments together."""
+ENVIRONMENT_KEY = "environment"
+"""Key of the environment's name in the payload of a mixture's task."""
+TASK_KEY = "task"
+"""Key of the environment's own payload in the payload of a mixture's task."""
+
+
+def mixture_reference(members: Sequence[str]) -> str:
+    """Return the reference of the mixture of these environments, with absolute file paths. Each is
+    a reference, or ``NAME=REFERENCE``."""
+    parts = [_split_member(text.strip()) for text in members]
+    texts = [
+        f"{name}={absolute_reference(r)}" if name else absolute_reference(r) for name, r in parts
+    ]
+    return f"[{','.join(texts)}]"
+
+
+def split_mixture(reference: str) -> tuple[str, ...]:
+    """Return the environments of a mixture as ``mixture_reference`` takes them; () for any other
+    reference."""
+    if not (reference.startswith("[") and reference.endswith("]")):
+        return ()
+    return tuple(text.strip() for text in reference[1:-1].split(",") if text.strip())
+
+
+def name_members(members: Sequence[str]) -> dict[str, str]:
+    """Return the references of a mixture's environments by their names.
+
+    ``members``: see ``mixture_reference``. An environment of one's own that is given no name has
+    the last part of its reference: ``Mine`` for ``mine.py:Mine``, ``mine`` for ``mine.py``. Raises
+    ValueError for fewer than two environments, for a repeated name, and for a name that cannot be
+    part of an option's name.
+    """
+    named: dict[str, str] = {}
+    for text in members:
+        name, reference = _split_member(text)
+        parts = split_reference(reference)
+        name = name or parts.name or (Path(parts.place).stem if parts.place else reference)
+        if not name.isidentifier() or iskeyword(name) or name == _OVERALL:
+            raise ValueError(
+                f"{reference}: {name!r} cannot be its name in the mixture, where options and "
+                f"metrics refer to it; give it one of letters, digits and '_': NAME={reference}"
+            )
+        if name in named:
+            raise ValueError(
+                f"two environments are called {name!r}; env.weights sets shares, and NAME={reference} "
+                f"gives one of them another name"
+            )
+        named[name] = reference
+    if len(named) < 2:
+        raise ValueError("a mixture needs at least two environments; env=NAME chooses a single one")
+    return named
+
+
+def _split_member(text: str) -> tuple[str, str]:
+    """Return (name, reference) of ``NAME=REFERENCE``; the name is "" if there is none."""
+    name, equals, reference = text.partition("=")
+    return (
+        (name.strip(), reference.strip()) if equals and name.strip().isidentifier() else ("", text)
+    )
+
+
+@dataclass
+class PartLimits:
+    """Limits of the episodes of one environment of a mixture."""
+
+    max_turns: int | None = option(
+        None,
+        "Maximum number of turns per episode of this environment; null means rollout.max_turns, "
+        "which is the upper bound.",
+        at_least=1,
+    )
+    max_total_tokens: int | None = option(
+        None,
+        "Maximum number of tokens per episode of this environment, prompt included; null means "
+        "rollout.max_total_tokens, which is the upper bound.",
+        at_least=1,
+    )
+    max_new_tokens: int | None = option(
+        None,
+        "Maximum number of tokens per turn of this environment; null means gen.max_new_tokens, "
+        "which is the upper bound.",
+        at_least=1,
+    )
+
+
+_MIX = (
+    "Environments that the run plays together: registered names, or FILE.py:Name for your own. "
+    "NAME=... gives one another name in the mixture."
+)
+
+
+@dataclass
+class MixtureOptions:
+    """A mixture of environments (env.mix), its shares and limits. The own options of each
+    environment stand under env.of.NAME."""
+
+    mix: list[str] = option(
+        [],
+        "Environments that the run plays: registered names, or FILE.py:Name for your own.",
+    )
+    weights: list[float] = option(
+        [],
+        "Weights of the environments of env.mix, in their order: the share of a weight in the sum "
+        "is the share of the groups of rollouts. Empty means equal shares.",
+        above=0,
+    )
+
+    def problems(self, name: str) -> Iterator[str]:
+        """Yield an error for a number of weights other than that of the environments, and for a
+        list of environments that was set where it can no longer choose them."""
+        if self.weights and len(self.weights) != len(self.mix):
+            yield (
+                f"{name}.weights={[*self.weights]}: give one weight for each of the "
+                f"{len(self.mix)} environments of {name}.mix={[*self.mix]}"
+            )
+        chosen = getattr(self, "path", "")
+        if chosen and mixture_reference(self.mix) != chosen:
+            yield (
+                f"{name}.mix={[*self.mix]}: set it in the experiment's file or on the command "
+                f"line; no other choice (model=, scheduler=) can make this one"
+            )
+
+
+def define_mixture(
+    members: Sequence[str], definitions: Mapping[str, EnvironmentDefinition]
+) -> EnvironmentDefinition:
+    """Return the definition of a mixture. Its options are ``MixtureOptions`` with two more
+    sections: ``limits`` (``PartLimits`` by name) and ``of`` (each environment's options by name).
+
+    Args:
+        members: The environments, as ``mixture_reference`` takes them.
+        definitions: Their definitions by name, in the same order.
+    """
+    limits = _make_section(
+        "Limits of the episodes by environment.", dict.fromkeys(definitions, PartLimits)
+    )
+    own = _make_section(
+        "Options of the environments by name.",
+        {name: definition.options for name, definition in definitions.items()},
+    )
+    kind = make_dataclass(
+        MixtureOptions.__name__,
+        [
+            ("mix", list[str], option([*members], _MIX)),
+            ("limits", limits, section(limits)),
+            ("of", own, section(own)),
+        ],
+        bases=(MixtureOptions,),
+    )
+    kind.__module__ = __name__
+    kind.__doc__ = MixtureOptions.__doc__
+    return EnvironmentDefinition(kind, partial(_build_mixture, definitions))
+
+
+def _make_section(about: str, kinds: Mapping[str, type[Any]]) -> type[Any]:
+    """Return a dataclass with a section of each kind, by name."""
+    kind = make_dataclass("Parts", [(name, each, section(each)) for name, each in kinds.items()])
+    kind.__module__ = __name__
+    kind.__doc__ = about
+    return kind
+
+
+def _build_mixture(
+    definitions: Mapping[str, EnvironmentDefinition], options: Any
+) -> EnvironmentSpec:
+    """Return the specification of a mixture. Raises ValueError for invalid options, and if several
+    environments need a server of their own."""
+    for problem in MixtureOptions(options.mix, options.weights).problems("env"):
+        raise ValueError(problem)
+    weights = [*options.weights] or [1.0] * len(definitions)
+    parts = {}
+    for (name, definition), weight in zip(definitions.items(), weights, strict=True):
+        try:
+            spec = definition.build(getattr(options.of, name))
+        except ValueError as error:
+            raise ValueError(f"env.of.{name}: {error}") from error
+        limits = getattr(options.limits, name)
+        parts[name] = EnvironmentPart(
+            spec,
+            weight / sum(weights),
+            TaskLimits(
+                limits.max_turns or 0, limits.max_total_tokens or 0, limits.max_new_tokens or 0
+            ),
+        )
+    return mix_environments(parts)
+
+
+def mix_environments(parts: Mapping[str, EnvironmentPart]) -> EnvironmentSpec:
+    """Return the specification of the mixture of these environments. Raises ValueError if several
+    of them need a server that the launcher starts."""
+    specs = {name: part.spec for name, part in parts.items()}
+    served = [name for name, spec in specs.items() if spec.launch is not None]
+    if len(served) > 1:
+        raise ValueError(
+            f"env.mix: {' and '.join(served)} each need a server of their own, and a run starts "
+            f"one; mix one of them, or name a server that runs already"
+        )
+    bounded = [spec.concurrency for spec in specs.values() if spec.concurrency is not None]
+    tools = {str(tool): tool for spec in specs.values() for tool in spec.tools}
+    return EnvironmentSpec(
+        "+".join(specs),
+        partial(_make_instance, specs),
+        partial(MixtureTasks, parts),
+        concurrency=min(bounded, default=None),
+        demonstrate=partial(_demonstrate, parts)
+        if all(spec.demonstrate is not None for spec in specs.values())
+        else None,
+        deterministic=all(spec.deterministic for spec in specs.values()),
+        launch=specs[served[0]].launch if served else None,
+        tools=tuple(tools.values()),
+        parts=parts,
+    )
+
+
+def _demonstrate(
+    parts: Mapping[str, EnvironmentPart], request: DemonstrationRequest
+) -> Iterator[Demonstration]:
+    """Yield the scripted episodes of all environments, each of which has a scripted solver."""
+    for name, part in parts.items():
+        assert part.spec.demonstrate is not None
+        for each in part.spec.demonstrate(request):
+            yield replace(each, task=_label_task(each.task, name, part.limits))
+
+
+def _make_instance(specs: Mapping[str, EnvironmentSpec], address: str) -> MixedEnvironment:
+    """Return an instance of a mixture. ``address`` is that of its only environment with a
+    server."""
+    return MixedEnvironment(
+        {
+            name: partial(spec.make, address if spec.launch is not None else "")
+            for name, spec in specs.items()
+        },
+        {name: spec.system_prompt for name, spec in specs.items()},
+    )
+
+
+class MixedEnvironment:
+    """Environment that plays each task in the environment that the task belongs to.
+
+    An instance of an environment is made for its first task and then kept, so that later tasks
+    need no new session.
+
+    Args:
+        makers: Functions that return a new instance, by the environments' names.
+        system_prompts: System messages that precede the episodes, by the same names; "" for none.
+    """
+
+    def __init__(
+        self,
+        makers: Mapping[str, Callable[[], Environment]],
+        system_prompts: Mapping[str, str],
+    ) -> None:
+        self._makers = makers
+        self._system_prompts = system_prompts
+        self._instances: dict[str, Environment] = {}
+        self._playing: Environment | None = None
+
+    async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
+        """Start an episode. ``task`` is the payload of a mixture's task. The opening begins with
+        the environment's system message, if it has one."""
+        name = task[ENVIRONMENT_KEY]
+        if name not in self._instances:
+            self._instances[name] = self._makers[name]()
+        self._playing = self._instances[name]
+        opening = await self._playing.reset(task[TASK_KEY], seed=seed)
+        if not (prompt := self._system_prompts[name]):
+            return opening
+        return replace(opening, messages=[{"role": "system", "content": prompt}, *opening.messages])
+
+    async def step(self, message: AssistantMessage) -> Turn:
+        """Pass the message to the environment of the current episode."""
+        if self._playing is None:
+            raise EnvironmentFailure("lost", "no episode was started")
+        return await self._playing.step(message)
+
+    async def close(self) -> None:
+        """Close all instances. Raises the first of their errors."""
+        instances = [*self._instances.values()]
+        self._instances = {}
+        self._playing = None
+        results = await asyncio.gather(
+            *(instance.close() for instance in instances), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+
+def own_payload(task: Task) -> Mapping[str, Any]:
+    """Return the payload that the task's own environment gets, also for a task of a mixture."""
+    return task.payload[TASK_KEY] if task.environment else task.payload
+
+
+def _label_task(task: Task, name: str, limits: TaskLimits) -> Task:
+    """Return a task of the environment ``name`` as a task of the mixture. Its id, template and
+    group begin with the environment's name, so that they are unique in the mixture."""
+    return replace(
+        task,
+        id=f"{name}/{task.id}",
+        group=_label_group(name, task.group),
+        payload={ENVIRONMENT_KEY: name, TASK_KEY: dict(task.payload)},
+        template=f"{name}/{task.template}" if task.template else "",
+        environment=name,
+        limits=limits,
+    )
+
+
+def _label_group(name: str, group: str) -> str:
+    """Return the name of a group in the mixture. A group without a name of its own is called after
+    the environment."""
+    return name if group in ("", ONE_GROUP, name) else f"{name}/{group}"
+
+
+class PartTasks:
+    """Task set of one environment of a mixture. The ids of the templates are those of the
+    environment; the names of groups and the tasks are those of the mixture (``_label_task``)."""
+
+    def __init__(self, name: str, part: EnvironmentPart, split: str) -> None:
+        self._name = name
+        self._limits = part.limits
+        self._tasks: TaskSet = part.spec.tasks(split)
+        self.group_of: Mapping[str, str] = {
+            template: _label_group(name, group) for template, group in self._tasks.group_of.items()
+        }
+        self.groups: Sequence[str] = tuple(
+            dict.fromkeys(_label_group(name, group) for group in self._tasks.groups)
+        )
+
+    def instantiate(self, template_id: str, seed: int) -> Task:
+        """Return the task that a template gives for ``seed``."""
+        task = self._tasks.instantiate(template_id, seed)
+        return _label_task(
+            replace(task, template=task.template or template_id), self._name, self._limits
+        )
+
+
+class MixtureTasks:
+    """Task set of a mixture. The id of a template is ``<environment>/<the environment's id>``;
+    ``parts`` are the environments' own task sets, by name."""
+
+    def __init__(self, parts: Mapping[str, EnvironmentPart], split: str) -> None:
+        self.parts = {name: PartTasks(name, part, split) for name, part in parts.items()}
+        self.group_of: Mapping[str, str] = {
+            f"{name}/{template}": group
+            for name, tasks in self.parts.items()
+            for template, group in tasks.group_of.items()
+        }
+        self.groups: Sequence[str] = tuple(
+            group for tasks in self.parts.values() for group in tasks.groups
+        )
+
+    def instantiate(self, template_id: str, seed: int) -> Task:
+        """Return the task that a template gives for ``seed``. Raises KeyError for an unknown
+        template."""
+        name, _, template = template_id.partition("/")
+        return self.parts[name].instantiate(template, seed)
