@@ -76,7 +76,8 @@ class ChatTemplateError(ValueError):
 class TemplateChat:
     """``realhf.api.rollout.ChatFormat`` that uses a Hugging Face tokenizer and its chat template.
 
-    ``family`` is the syntax of the policy's tool calls (``tool_parser.FAMILIES``). Control words in
+    ``family`` is the syntax of the policy's tool calls (``tool_parser.FAMILIES``), and
+    ``frames_words`` whether that puts control words around a turn's words, too. Control words in
     messages and tools are converted to ordinary text (``find_control_words``). A turn ends with the
     template's end-of-turn token, the tokenizer's end-of-sequence token, an end token in the model's
     ``generation_config.json``, or one of ``stop_ids``.
@@ -113,6 +114,7 @@ class TemplateChat:
         with_tools = tokenizer.get_chat_template(tools=[{}])
         self.family = detect_family(with_tools) if tool_parser == AUTO else tool_parser
         self._syntax = SYNTAXES[self.family]
+        self.frames_words = self._syntax.frames_words
         self._template_reads_tools = template_reads_tools(with_tools)
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._cached_opening = lru_cache(_CACHED)(

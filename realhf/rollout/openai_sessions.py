@@ -322,7 +322,7 @@ class TokenLedger:
             turn.prompt,
             ids,
             reads_calls=bool(turn.tools) and rules.reads_calls,
-            without_reasoning=rules.json is not None,
+            without_reasoning=rules.json is not None or self._chat.frames_words,
         )
         if turn.stop is not None:
             turn.answer = replace(turn.answer, stop=turn.stop.string)

@@ -22,6 +22,7 @@ from realhf.rollout.openai_requests import (
     canonical_json,
 )
 from realhf.rollout.openai_sessions import TokenLedger
+from tests.api.chat.families import family_chat
 from tests.rollout.black_box import chat, spelt
 
 SCALARS = (
@@ -201,6 +202,24 @@ def test_every_request_sees_the_sampled_ids_and_every_kept_token_is_trained_once
         branch.tokens.check()
         assert len(branch.turns()) == len(branch.marks)
     assert len(set(book.slots)) == len(book.slots) and book.slots[0] == 1
+
+
+def test_the_channels_of_gpt_oss_are_not_shown_to_an_agent() -> None:
+    """Its answer is the final message, and its next request continues from the sampled tokens."""
+    format = family_chat("gpt-oss")
+    limits = EpisodeLimits(max_total_tokens=4000, turn_tokens=200, max_turns=9)
+    book = TokenLedger(format, limits, slot=1, seed=None)
+    messages = [OpenAiMessage("user", "task")]
+    turn = book.begin(messages)
+    text = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    )
+    ids = [*format.encode(text), format.stop_ids[0]]
+    book.add(turn, GenOutput(ids, [-1.0] * len(ids), [0] * len(ids), "stop"))
+    assert turn.answer == OpenAiMessage("assistant", "Yes.")
+    book.keep(turn)
+    following = book.begin([*messages, turn.answer, OpenAiMessage("user", "And now?")])
+    assert following.prompt[: len(turn.prompt) + len(ids)] == [*turn.prompt, *ids]
 
 
 def test_what_is_no_turn_is_refused() -> None:

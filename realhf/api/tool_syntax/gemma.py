@@ -36,14 +36,25 @@ def parse(text: str, tools: Tools = ()) -> ParsedTurn:
 def write(calls: NamedCalls) -> str:
     """Write calls. Raises CallProblem for keys and strings that cannot be written: the syntax has
     no escapes."""
+    return _write(calls, "null")
+
+
+def write_none(calls: NamedCalls) -> str:
+    """Write calls as the first templates do: null as in Python. Raises CallProblem."""
+    return _write(calls, "None")
+
+
+def _write(calls: NamedCalls, null: str) -> str:
     parts = []
     for name, arguments in calls:
         check_name(name)
-        parts.append(f"{_TAGS.call}call:{name}{_write_value(dict(arguments))}{_TAGS.call_end}")
+        parts.append(
+            f"{_TAGS.call}call:{name}{_write_value(dict(arguments), null)}{_TAGS.call_end}"
+        )
     return "".join(parts)
 
 
-def _write_value(value: Any) -> str:
+def _write_value(value: Any, null: str) -> str:
     if isinstance(value, str):
         if _QUOTE in value:
             raise CallProblem(f"a string holds {_QUOTE}")
@@ -54,10 +65,10 @@ def _write_value(value: Any) -> str:
         if wrong := [key for key in value if not _KEY.fullmatch(key)]:
             raise CallProblem(f"the key {wrong[0][:64]!r} cannot be written")
         pairs = sorted(value.items(), key=lambda pair: pair[0].lower())
-        return "{" + ",".join(f"{key}:{_write_value(item)}" for key, item in pairs) + "}"
+        return "{" + ",".join(f"{key}:{_write_value(item, null)}" for key, item in pairs) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(map(_write_value, value)) + "]"
-    return str(value)
+        return "[" + ",".join(_write_value(item, null) for item in value) + "]"
+    return null if value is None else str(value)
 
 
 def _read(text: str, start: int, number: int) -> tuple[list[ToolCall], int]:

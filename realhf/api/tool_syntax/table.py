@@ -43,6 +43,9 @@ class ToolSyntax:
     ends: tuple[str, ...] = ()
     """Control words that the policy samples at the end of a turn besides the tokenizer's own end:
     first the one after calls, last the one after other turns. They must be single tokens."""
+    frames_words: bool = False
+    """Whether control words also stand around the words of a turn without calls, so that its text
+    is not what an agent should read."""
     format_id: Callable[[str, str, int], str] | None = None
     """Function that converts the id of a call to the form that chat templates of this syntax
     expect: (id, name of the function, number of earlier calls) -> id. None: any id is accepted."""
@@ -63,11 +66,12 @@ SYNTAXES: Mapping[str, ToolSyntax] = {
             {"gpt-oss": harmony.write},
             (("<|channel|>", "<|message|>", "functions."),),
             ends=("<|call|>", "<|return|>"),
+            frames_words=True,
         ),
         ToolSyntax(
             "gemma",
             gemma.parse,
-            {"Gemma 4": gemma.write},
+            {"Gemma 4": gemma.write, "Gemma 4, first templates": gemma.write_none},
             (("<|tool_call>", "<tool_call|>"),),
             ends=("<|tool_response>", "<turn|>"),
         ),

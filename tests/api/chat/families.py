@@ -218,6 +218,7 @@ FAMILIES_OF_MODELS: dict[str, Family] = {
     "deepseek4": Family(tool_templates.DEEPSEEK4, "<｜end▁of▁sentence｜>", parser="dsml"),
     "kimi-k2": Family(tool_templates.KIMI, "<|im_end|>", parser="kimi"),
     "gemma4": Family(tool_templates.GEMMA4, "<turn|>", parser="gemma"),
+    "gemma4-first": Family(tool_templates.GEMMA4_FIRST, "<turn|>", parser="gemma"),
     "llama4": Family(tool_templates.LLAMA4_PYTHONIC, "<|eot|>", parser="pythonic"),
     "cohere": Family(COHERE, "<|END_OF_TURN_TOKEN|>"),
 }

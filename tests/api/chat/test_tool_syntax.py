@@ -27,6 +27,7 @@ WRITERS = {
 FORMS = {
     "gpt-oss": "gpt-oss",
     "gemma4": "Gemma 4",
+    "gemma4-first": "Gemma 4, first templates",
     "kimi-k2": "Kimi K2",
     "deepseek3.2": "DeepSeek V3.2",
     "deepseek4": "DeepSeek V4",
@@ -80,7 +81,7 @@ def turns(
     draw: st.DrawFn, families: st.SearchStrategy[str] | None = None
 ) -> tuple[str, list[tuple[str, dict[str, Any]]], str]:
     """One of ``families`` (None: of all), calls, and their text."""
-    family = draw(families or st.sampled_from([*FORMS]))
+    family = draw(st.sampled_from([*FORMS]) if families is None else families)
     syntax, write = WRITERS[FORMS[family]]
     arguments = JSON_ARGUMENTS if syntax.name in QUOTED_KEYS else NAMED_ARGUMENTS
     n_calls = 1 if family in ONE_CALL else draw(st.integers(1, 3))

@@ -161,7 +161,7 @@ GEMMA4 = (
     "{%- if not loop.last -%}{{- ',' -}}{%- endif -%}{%- endfor -%}{{- '}' -}}"
     "{%- elif value is sequence -%}{{- '[' -}}{%- for item in value -%}{{- written(item) -}}"
     "{%- if not loop.last -%}{{- ',' -}}{%- endif -%}{%- endfor -%}{{- ']' -}}"
-    "{%- else -%}{{- value -}}{%- endif -%}{%- endmacro -%}"
+    "{%- else -%}{{- 'null' if value is none else value -}}{%- endif -%}{%- endmacro -%}"
     + _template(
         start="<bos>",
         user="{{- '<|turn>user\\n' + message.content + '<turn|>\\n' }}",
@@ -181,6 +181,8 @@ GEMMA4 = (
     )
 )
 """Gemma 4: answers continue the turn of the call, and the cue closes an empty thought."""
+GEMMA4_FIRST = GEMMA4.replace("'null' if value is none else value", "value")
+"""The first templates of Gemma 4, which write null as Python does."""
 LLAMA4_PYTHONIC = _template(
     start="<|begin_of_text|>[func_name1(param=value)]",
     user="{{- '<|header_start|>user<|header_end|>\\n\\n' + message.content + '<|eot|>' }}",
