@@ -1,12 +1,13 @@
-"""Reader of users' JSON Lines files, which yields each row with its location for error messages."""
+"""Readers of users' data files, which yield each row with its location for error messages."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from realhf.base.installation import install_command
 from realhf.base.json_values import format_value, json_problem
 
 MAX_LINE_BYTES = 16 << 20
@@ -22,6 +23,25 @@ class Row(NamedTuple):
     """Values by column."""
     where: str
     """Location for error messages, such as ``tasks.jsonl, line 3``."""
+
+
+def read_row_file(file: Path) -> Iterator[Row]:
+    """Yield the rows of a JSON Lines file, a Parquet file or a folder that ``datasets`` has saved.
+
+    Raises ValueError that names the file and the line if the data is missing, unreadable or not
+    JSON, and for a package that is not installed.
+    """
+    readers: Mapping[str, Callable[[Path], Iterable[Row]]] = {
+        ".jsonl": read_json_lines,
+        ".parquet": _read_parquet,
+    }
+    read = _read_datasets_folder if file.is_dir() else readers.get(file.suffix)
+    if read is None:
+        raise ValueError(f"{file}: data is a .jsonl file, a .parquet file or a datasets folder")
+    try:
+        yield from read(file)
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror or error}") from None
 
 
 def read_json_lines(file: Path) -> Iterator[Row]:
@@ -53,6 +73,50 @@ def check_row(values: Any, where: str) -> Row:
     if problem := json_problem(values):
         raise ValueError(f"{where}: {problem}")
     return Row(values, where)
+
+
+def _read_parquet(file: Path) -> Iterator[Row]:
+    try:
+        from pyarrow import ArrowException, parquet  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ValueError(
+            f"{file}: reading Parquet needs the package pyarrow: {install_command('parquet')}"
+        ) from None
+    try:
+        with parquet.ParquetFile(file) as table:
+            rows = (
+                values
+                for batch in table.iter_batches(batch_size=1024)
+                for values in batch.to_pylist()
+            )
+            for number, values in enumerate(rows, 1):
+                yield check_row(values, f"{file}, row {number}")
+    except ArrowException as error:
+        raise ValueError(
+            f"{file}: not a readable Parquet file: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def _read_datasets_folder(folder: Path) -> Sequence[Row]:
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ValueError(
+            f"{folder}: reading a datasets folder needs the package datasets (pip install datasets)"
+        ) from None
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except (FileNotFoundError, ValueError) as error:
+        raise ValueError(f"{folder}: not a datasets folder: {str(error).splitlines()[0]}") from None
+    if isinstance(loaded, datasets.DatasetDict):
+        raise ValueError(
+            f"{folder}: holds several splits; name the folder of one: "
+            f"{', '.join(map(repr, loaded))}"
+        )
+    return [
+        check_row(dict(values), f"{folder}, row {number}")
+        for number, values in enumerate(loaded, 1)
+    ]
 
 
 def _numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:

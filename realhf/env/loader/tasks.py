@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from typing import Any
 
 from realhf.api.environment import HELD_OUT, SPLITS, TRAIN, Task, TaskSet
 from realhf.api.option import option
-from realhf.base.json_rows import Row, check_row, read_json_lines
+from realhf.base.json_rows import Row, read_row_file
 from realhf.base.json_values import format_value, json_problem
 
 ONE_GROUP = "all"
@@ -355,61 +355,7 @@ def read_rows(path: str, base_folder: Path, option_name: str = "data") -> list[R
         file = base_folder / file
     if not file.exists():
         raise ValueError(f"env.{option_name}={path}: there is no such file")
-    kinds: Mapping[str, Callable[[Path], Iterable[Row]]] = {
-        ".jsonl": read_json_lines,
-        ".parquet": _parquet,
-    }
-    read_file = _datasets_folder if file.is_dir() else kinds.get(file.suffix)
-    if read_file is None:
-        raise ValueError(f"{file}: data is a .jsonl file, a .parquet file or a datasets folder")
-    try:
-        rows = [*read_file(file)]
-    except OSError as error:
-        raise ValueError(f"{file}: {error.strerror or error}") from None
+    rows = [*read_row_file(file)]
     if not rows:
         raise ValueError(f"{file}: has no rows")
     return rows
-
-
-def _parquet(file: Path) -> Iterator[Row]:
-    try:
-        from pyarrow import ArrowException, parquet  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise ValueError(
-            f"{file}: reading Parquet needs the package pyarrow (pip install pyarrow)"
-        ) from None
-    try:
-        with parquet.ParquetFile(file) as table:
-            rows = (
-                values
-                for batch in table.iter_batches(batch_size=1024)
-                for values in batch.to_pylist()
-            )
-            for number, values in enumerate(rows, 1):
-                yield check_row(values, f"{file}, row {number}")
-    except ArrowException as error:
-        raise ValueError(
-            f"{file}: not a readable Parquet file: {str(error).splitlines()[0]}"
-        ) from None
-
-
-def _datasets_folder(folder: Path) -> Sequence[Row]:
-    try:
-        import datasets  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise ValueError(
-            f"{folder}: reading a datasets folder needs the package datasets (pip install datasets)"
-        ) from None
-    try:
-        loaded = datasets.load_from_disk(str(folder))
-    except (FileNotFoundError, ValueError) as error:
-        raise ValueError(f"{folder}: not a datasets folder: {str(error).splitlines()[0]}") from None
-    if isinstance(loaded, datasets.DatasetDict):
-        raise ValueError(
-            f"{folder}: holds several splits; name the folder of one: "
-            f"{', '.join(map(repr, loaded))}"
-        )
-    return [
-        check_row(dict(values), f"{folder}, row {number}")
-        for number, values in enumerate(loaded, 1)
-    ]
