@@ -137,6 +137,11 @@ class ForwardOutputs(Protocol):
         (n, K) and the result fp32 (n, K), both packed L-1."""
         ...
 
+    def most_likely(self) -> Tensor:
+        """Return the token with the highest logit at each of the m positions, i64 (m,), without
+        gradients. Raises ValueError for a model without a language-model head."""
+        ...
+
     def keep(self, name: str, values: Tensor) -> None:
         """Keep a packed L-1 tensor under ``name``. ``TrainResult.kept`` will contain it for the
         whole batch, as fp32 on the CPU."""

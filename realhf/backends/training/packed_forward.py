@@ -25,7 +25,11 @@ from realhf.api.sample import SequenceSample
 from realhf.backends.embedded.attention import count_sliding_layers, sliding_window, use_attention
 from realhf.backends.embedded.memory import head_sizes
 from realhf.backends.training.lora import compute_adapter_factors
-from realhf.backends.training.selected_logprobs import scale_and_cap, selected_logprobs
+from realhf.backends.training.selected_logprobs import (
+    most_likely_ids,
+    scale_and_cap,
+    selected_logprobs,
+)
 from realhf.backends.training.sequence_packing import (
     BATCH_TOKENS,
     ROW_TOKENS,
@@ -111,11 +115,7 @@ class PackedOutputs:
         """See ``ForwardOutputs``."""
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
-        if self._heads.value is not None:
-            raise ValueError(
-                "this model has a value head and no language-model head: it gives no "
-                "log-probabilities"
-            )
+        self._check_language_head()
         rows = self._rows
         scores = (
             (None, None)
@@ -134,6 +134,25 @@ class PackedOutputs:
         return blank.index_copy(
             0, self.place, self._score(self._rows, tokens[self.place], 1.0, False)[0]
         )
+
+    def most_likely(self) -> Tensor:
+        """See ``ForwardOutputs``."""
+        self._check_language_head()
+        rows = self._rows
+        if rows is None:
+            return self._no_positions()
+        if rows.logits is not None:
+            return rows.logits.argmax(-1)
+        assert self._heads.language is not None, "an unknown head gives its logits"
+        return most_likely_ids(rows.hidden, self._heads.language(), **self._head_shape(rows.hidden))
+
+    def _check_language_head(self) -> None:
+        """Raise ValueError for a model with a value head."""
+        if self._heads.value is not None:
+            raise ValueError(
+                "this model has a value head and no language-model head: it gives no "
+                "log-probabilities"
+            )
 
     def values(self) -> Tensor:
         """See ``ForwardOutputs``."""
@@ -197,16 +216,13 @@ class PackedOutputs:
         heads = self._heads
         (hidden, logits) = (rows.hidden, rows.logits)
         if heads.language is not None and logits is None:
-            bias = None if heads.bias is None else heads.bias()
-            adapter = None if heads.adapter is None else heads.adapter(hidden)
-            shape: dict[str, Any] = {
-                "bias": bias,
-                "adapter": adapter,
-                "factor": heads.factor,
-                "cap": heads.cap,
-            }
             return selected_logprobs(
-                hidden, heads.language(), ids, temperature, with_entropy=with_entropy, **shape
+                hidden,
+                heads.language(),
+                ids,
+                temperature,
+                with_entropy=with_entropy,
+                **self._head_shape(hidden),
             )
         assert logits is not None, "an unknown head gives its logits"
         log_p = functional.log_softmax(logits.float() / temperature, -1)
@@ -214,6 +230,17 @@ class PackedOutputs:
         return logprobs, -(log_p.exp() * log_p).sum(-1) if with_entropy else logprobs.new_zeros(
             len(ids)
         )
+
+    def _head_shape(self, hidden: Tensor) -> dict[str, Any]:
+        """Return what the head computes beyond a matrix product, as arguments of
+        ``selected_logprobs``."""
+        heads = self._heads
+        return {
+            "bias": None if heads.bias is None else heads.bias(),
+            "adapter": None if heads.adapter is None else heads.adapter(hidden),
+            "factor": heads.factor,
+            "cap": heads.cap,
+        }
 
 
 _MAX_PROBED_WINDOW = 512

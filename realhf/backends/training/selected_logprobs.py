@@ -160,9 +160,7 @@ def selected_logprobs(
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     if chunk is None:
-        device = head_weight.device
-        gpu = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-        chunk = chunk_rows(len(head_weight), gpu)
+        chunk = _choose_chunk(head_weight)
     head_options = (factor, cap, float(temperature))
     index = ids if ids.ndim == 2 else ids[:, None]
     low_and_up = (None, None) if adapter is None else adapter
@@ -178,6 +176,36 @@ def selected_logprobs(
     )
     logprobs, entropy = _SelectedLogprobs.apply(*arguments)  # type: ignore[misc]
     return logprobs if ids.ndim == 2 else logprobs[:, 0], entropy
+
+
+def _choose_chunk(head_weight: Tensor) -> int:
+    """Return the number of rows of logits that exist at once, by the device of the head."""
+    device = head_weight.device
+    gpu = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    return chunk_rows(len(head_weight), gpu)
+
+
+@torch.no_grad()
+def most_likely_ids(
+    hidden: Tensor,
+    head_weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    factor: float = 1.0,
+    cap: float | None = None,
+    adapter: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Return the token with the highest logit for each hidden state, int64 (m,). The arguments are
+    those of ``selected_logprobs``."""
+    products = _Products(hidden, head_weight)
+    low, up = (None, None) if adapter is None else adapter
+    chunk = _choose_chunk(head_weight)
+    best = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
+    for start in range(0, len(hidden), chunk):
+        rows = slice(start, start + chunk)
+        logits = _add_adapter_logits(products.logits(hidden[rows], bias), low, up, rows)
+        best[rows] = scale_and_cap(logits, factor, cap).argmax(-1)
+    return best
 
 
 def scale_and_cap(logits: Tensor, factor: float, cap: float | None) -> Tensor:
