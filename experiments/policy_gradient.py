@@ -231,7 +231,7 @@ def actor_spec(config: Config, first: InitialWeights) -> ModelSpec:
     return replace(actor, engine=episode_engine(config))
 
 
-def episode_engine(config: Config) -> EngineConfig:
+def episode_engine(config: sft.Config) -> EngineConfig:
     """Return the engine options with a maximum model length, which by default is the maximum length
     of an episode."""
     return replace(
@@ -614,8 +614,9 @@ def _critic_args(config: Config, ppo: ResolvedOptions) -> dict[str, object]:
     }
 
 
-def rollout_options(config: Config) -> RolloutOptions:
-    """Return the options for playing episodes, in training as well as evaluation.
+def rollout_options(config: sft.Config, group_size: int) -> RolloutOptions:
+    """Return the options for playing episodes, in training as well as evaluation. ``group_size``:
+    rollouts per task in training.
 
     Raises ConfigError if the limit of turns would end episodes before the environment scores them,
     or if a limit of an environment of a mixture is higher than the run's.
@@ -627,7 +628,7 @@ def rollout_options(config: Config) -> RolloutOptions:
     return RolloutOptions(
         environment=environment.reference,
         environment_options=environment.options,
-        group_size=config.ppo.group_size,
+        group_size=group_size,
         sessions=min(
             rollout.sessions or max_sessions or SESSIONS,
             max_sessions or rollout.sessions or SESSIONS,
@@ -678,7 +679,7 @@ def rollout_options_per_worker(config: Config, workers: Iterable[int]) -> Rollou
     Workers keep their sessions open, so a worker that tried to open more than its share would wait
     forever.
     """
-    options = rollout_options(config)
+    options = rollout_options(config, config.ppo.group_size)
     return replace(options, sessions=max(1, options.sessions // len({*workers})))
 
 
@@ -740,7 +741,7 @@ def stream_rollouts(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
     options = config.async_rl
     episodes = RolloutOptions.from_args(rollout_calls[0].interface_args)
     # Rollout workers get all sessions: the actor's workers play no episodes.
-    episodes = replace(episodes, sessions=rollout_options(config).sessions)
+    episodes = replace(episodes, sessions=rollout_options(config, config.ppo.group_size).sessions)
     sessions = episodes.sessions // options.n_rollout_workers
     if sessions < config.ppo.group_size:
         raise ConfigError(
@@ -790,7 +791,22 @@ def add_turn_rewards(mfcs: list[MFCDef]) -> list[MFCDef]:
     ]
 
 
-def held_out_evaluation(config: Config, playing: MFCDef) -> EvaluationSpec:
+def evaluate_episodes(config: sft.Config) -> EvaluationSpec:
+    """Return the evaluation on held-out tasks of an experiment that plays no other episodes."""
+    args = rollout_options(config, group_size=1).to_args()
+    playing = step_call(
+        config,
+        "actor_gen",
+        "actor",
+        InterfaceType.GENERATE,
+        "env_rollout",
+        args,
+        outputs=EPISODE_KEYS,
+    )
+    return held_out_evaluation(config, playing)
+
+
+def held_out_evaluation(config: sft.Config, playing: MFCDef) -> EvaluationSpec:
     """Return the evaluation on held-out instances of the templates, with sampled and greedy
     episodes.
 
@@ -821,7 +837,7 @@ def held_out_evaluation(config: Config, playing: MFCDef) -> EvaluationSpec:
 
 
 def step_call(
-    config: Config,
+    config: sft.Config,
     name: str,
     role: str,
     kind: InterfaceType,

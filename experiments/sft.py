@@ -1,5 +1,5 @@
-"""Supervised fine-tuning on demonstrations, which are episodes played by the environment's scripted
-solver.
+"""Supervised fine-tuning on the rows of a file (``dataset.path``), or on demonstrations, which are
+episodes played by the environment's scripted solver.
 
     packed_input_ids, loss_mask ──► actor_train
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.row_file import RowFile, evaluate_rows, prepare_rows
 from realhf.api.config import (
     ConfigError,
     ExperimentConfig,
@@ -38,6 +39,7 @@ from realhf.backends.shipped_policy import LESSONS, find_shipped_policy, is_outd
 from realhf.base.dataclass_json import to_json_value
 from realhf.base.files import content_key, find_imported_files
 from realhf.base.installation import PACKAGE
+from realhf.data.row_formats import SUPERVISED
 from realhf.env.loader.load import ChosenEnvironment, chosen_environment, with_environment
 from realhf.env.loader.mixture import name_members, split_mixture
 from realhf.monitor.provenance import package_versions
@@ -73,11 +75,13 @@ def config_class(environment: str) -> type[Config]:
 
 
 def build(config: Config) -> ExperimentSpec:
-    """Return the supervised experiment. A job generates its demonstrations first, unless they are
-    cached.
+    """Return the supervised experiment. A job tokenises the rows of its file or generates its
+    demonstrations first, unless they are cached.
 
-    Raises ConfigError for an environment without a scripted solver.
+    Raises ConfigError for an invalid row, and for an environment without a scripted solver.
     """
+    if config.dataset.path is not None:
+        return build_on_rows(config)
     spec = _build_supervised(
         config,
         steps=config.total_train_steps,
@@ -86,6 +90,56 @@ def build(config: Config) -> ExperimentSpec:
         lora=config.actor.lora.if_enabled(),
     )
     return replace(spec, name=config.experiment, run_dir=run_folder(config))
+
+
+def build_on_rows(config: Config) -> ExperimentSpec:
+    """Return the supervised experiment on the rows of a file. Raises ConfigError for an invalid
+    row."""
+    file = file_of_rows(config, SUPERVISED)
+    actor = actor_model(config, file.model, config.actor.optimizer, config.actor.lora.if_enabled())
+    train = supervised_train(config, config.dataset.train_bs_n_seqs)
+    spec = ExperimentSpec(
+        name=config.experiment,
+        models={"actor": actor},
+        mfcs=(train,),
+        source=file.source(train.input_keys, actor.workers[0]),
+        n_seqs=config.dataset.train_bs_n_seqs,
+        total_train_steps=config.total_train_steps,
+        seed=config.seed,
+        run_dir=run_folder(config),
+        evaluation=evaluate_rows(config, file.rows, {}),
+        jobs=file.jobs,
+        export_role="actor",
+    )
+    return evaluate_in_environment(spec, config)
+
+
+def file_of_rows(config: Config, kind: str) -> RowFile:
+    """Return the data file of ``dataset.path``. ``kind``: ``SUPERVISED`` or ``PREFERENCE``. Raises
+    ConfigError for an invalid row."""
+    is_builtin = config.actor.path in (BUILTIN, UNTRAINED)
+    untrained = build_untrained_policy(config) if is_builtin else None
+    return prepare_rows(config, kind, _cache_folder(config), untrained)
+
+
+def evaluate_in_environment(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
+    """Return an experiment on the rows of a file with an evaluation on held-out tasks of the
+    environment, if one is chosen."""
+    if config.env is None:
+        return spec
+    # That module imports this one.
+    from experiments.policy_gradient import episode_engine, evaluate_episodes
+
+    evaluation = evaluate_episodes(config)
+    if spec.evaluation is not None:
+        evaluation = replace(evaluation, also=(spec.evaluation,))
+    actor = replace(spec.models["actor"], engine=episode_engine(config))
+    return replace(
+        spec,
+        models={**spec.models, "actor": actor},
+        evaluation=evaluation,
+        environment=chosen_environment(config.env).spec.launch,
+    )
 
 
 class InitialWeights(NamedTuple):
@@ -243,16 +297,7 @@ def _build_supervised(
         )
         path = str(jobs[-1].artifact)
     actor = actor_model(config, path, optimizer, lora)
-    train = MFCDef(
-        "actor_train",
-        "actor",
-        InterfaceType.TRAIN_STEP,
-        "sft",
-        n_seqs=batch,
-        input_keys=("packed_input_ids", "loss_mask"),
-        timeout_s=config.rpc.call_timeout_s,
-        mb_spec=MicroBatchSpec(config.mb_spec.n_mbs, config.mb_spec.max_tokens_per_mb),
-    )
+    train = supervised_train(config, batch)
     rows = {"path": str(demonstrations.artifact)}
     source = SourceSpec(
         "jsonl_chat",
@@ -278,6 +323,20 @@ def _build_supervised(
         run_dir=Path(),
         jobs=jobs,
         export_role="actor",
+    )
+
+
+def supervised_train(config: Config, batch: int) -> MFCDef:
+    """Return the supervised train call on ``batch`` sequences."""
+    return MFCDef(
+        "actor_train",
+        "actor",
+        InterfaceType.TRAIN_STEP,
+        "sft",
+        n_seqs=batch,
+        input_keys=("packed_input_ids", "loss_mask"),
+        timeout_s=config.rpc.call_timeout_s,
+        mb_spec=MicroBatchSpec(config.mb_spec.n_mbs, config.mb_spec.max_tokens_per_mb),
     )
 
 

@@ -71,6 +71,7 @@ interfaces = Registry(
         "served_logprob": "realhf.backends.vllm.served_logprobs:ServedLogprobInterface",
         "dpo": "realhf.algorithms.preference:DPOInterface",
         "reward_model": "realhf.algorithms.preference:RewardModelInterface",
+        "rows_evaluation": "realhf.algorithms.rows_evaluation:RowsEvaluation",
         "sft": "realhf.algorithms.sft:SFTInterface",
         "trajectory_stream": "realhf.trajectory.training.stream_interface:TrajectoryStreamInterface",
     },
@@ -89,10 +90,17 @@ sources = Registry(
         "tasks": "realhf.env.curriculum:TaskSource",
         "jsonl_chat": "realhf.data.chat_dataset:ChatDatasetSource",
         "mixture": "realhf.env.mixture_source:MixtureSource",
+        "tokenized_rows": "realhf.data.tokenized_rows:TokenizedRowsSource",
         "trajectory_slots": "realhf.trajectory.training.stream_interface:BatchSlotSource",
     },
 )
-datasets = Registry("dataset", {"jsonl_chat": "realhf.data.chat_dataset:ChatDataset"})
+datasets = Registry(
+    "dataset",
+    {
+        "jsonl_chat": "realhf.data.chat_dataset:ChatDataset",
+        "tokenized_rows": "realhf.data.tokenized_rows:TokenizedRows",
+    },
+)
 advantage_estimators = Registry(
     "advantage estimator",
     {

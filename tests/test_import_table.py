@@ -47,7 +47,7 @@ ROOMS: dict[str, str] = {
     "aws/grading": "aws/cli aws/simulator aws/tasks base",
     "aws/real_aws": "aws/cli aws/grading aws/simulator aws/tasks base env/containment",
     "registry": "",
-    "algorithms": "api base registry",
+    "algorithms": "api base data registry",
     "dataflow": "api base registry transport",
     "dataflow/rollouts": "api base dataflow dataflow/journal transport",
     "env/loader": "api base registry",

@@ -640,10 +640,17 @@ class MasterWorker:
         )
 
     async def _run_evaluation(self, evaluation: EvaluationSpec, step: int) -> dict[str, Any]:
-        """Run an evaluation on the trainer and return its report.
+        """Run an evaluation on the trainer and return its report, with those of further evaluations
+        (``EvaluationSpec.also``).
 
         Every evaluation uses the run's seed, so that policies are compared on the same instances.
         """
+        report: dict[str, Any] = {}
+        for part in (evaluation, *evaluation.also):
+            report |= await self._run_one_evaluation(part, step)
+        return report
+
+    async def _run_one_evaluation(self, evaluation: EvaluationSpec, step: int) -> dict[str, Any]:
         if self._spec.needs_env and self._replaceable:
             await self._rpc.wait_for(["env/0"], self._plan.rpc.connect_timeout_s)
         worker = self._roles.workers_of(evaluation.role)[0]

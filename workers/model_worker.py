@@ -278,8 +278,9 @@ class ModelWorker:
         has_generate_call = any(
             m.model_role == role and m.interface_type is InterfaceType.GENERATE for m in spec.mfcs
         )
-        is_evaluated = spec.evaluation is not None and spec.evaluation.role == role
-        return spec.rollout is None and (has_generate_call or is_evaluated)
+        evaluation = spec.evaluation
+        plays = evaluation is not None and evaluation.generates and evaluation.role == role
+        return spec.rollout is None and (has_generate_call or plays)
 
     def _add_generation_engine(self, model: ModelSpec, engine: Any) -> Any:
         """Start a separate generation engine for a trainer's engine, and return a single engine

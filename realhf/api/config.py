@@ -337,14 +337,54 @@ class WarmStartConfig:
     )
 
 
+_NO_FILE = "it applies to rows of a file (dataset.path), on which sft and dpo can train"
+
+
 @dataclass
 class DatasetConfig:
-    """The batch size and the curriculum that selects training tasks."""
+    """The batch size, the curriculum that selects training tasks, and the file whose rows are
+    trained on instead of episodes."""
 
     train_bs_n_seqs: int = option(
         16,
-        "Samples per train step: groups of rollouts of a task, or supervised episodes.",
+        "Samples per train step: groups of rollouts of a task, supervised episodes, or rows of a "
+        "file.",
         at_least=1,
+    )
+    path: str | None = option(
+        None,
+        "File with rows to train on (.jsonl, .parquet, or a datasets folder) in TRL's formats: "
+        "messages, prompt and completion, or chosen and rejected.",
+        idle="only sft and dpo train on a file",
+    )
+    train_on: str = option(
+        "assistant",
+        "Tokens of a row that are trained: the assistant's messages (without those of a prompt), "
+        "everything after the prompt (completion), or all.",
+        choices=("assistant", "completion", "all"),
+        idle=_NO_FILE,
+    )
+    too_long: str = option(
+        "refuse",
+        "What happens to rows longer than rollout.max_total_tokens: refuse ends the launch, drop "
+        "leaves them out and prints their number.",
+        choices=("refuse", "drop"),
+        idle=_NO_FILE,
+    )
+    held_out: float = option(
+        0.0,
+        "Fraction of the rows held out from training, drawn by the seed, and evaluated before, "
+        "after and during training (evaluation.every_steps).",
+        at_least=0,
+        at_most=0.9,
+        idle=_NO_FILE,
+    )
+    shown: int = option(
+        2,
+        "Number of rows whose tokens are printed before training, with those that are trained.",
+        at_least=0,
+        on_resume="free",
+        idle=_NO_FILE,
     )
     curriculum: str = option(
         "learnability",
@@ -374,7 +414,10 @@ class DatasetConfig:
     )
 
     def problems(self, name: str) -> Iterator[str]:
-        """Yield an error for an option that the selected curriculum does not read."""
+        """Yield an error for an option that the selected curriculum does not read, and for a file
+        that does not exist."""
+        if self.path is not None and not Path(self.path).expanduser().exists():
+            yield f"{name}.path={self.path}: there is no such file"
         unused = "untried_share" if self.curriculum == "priority" else "priority"
         value = getattr(self, unused)
         default = {} if unused == "priority" else DatasetConfig.untried_share
@@ -988,11 +1031,12 @@ class MonitorConfig:
 
 class Mode(Enum):
     """What a launch does: run trains; check validates and stops; graph prints the dataflow
-    graph."""
+    graph; show prints the first rows of dataset.path as tokens."""
 
     run = "run"
     check = "check"
     graph = "graph"
+    show = "show"
 
 
 class RecoverMode(Enum):
@@ -1028,7 +1072,8 @@ class ExperimentConfig:
     seed: int = option(1, "Seed of all random numbers in the run.", at_least=0, at_most=MAX_SEED)
     mode: Mode = option(
         Mode.run,
-        "run trains; check validates and stops; graph prints the dataflow graph.",
+        "run trains; check validates and stops; graph prints the dataflow graph; show prints the "
+        "first rows of dataset.path as tokens.",
         on_resume="free",
     )
     recover_mode: RecoverMode = option(

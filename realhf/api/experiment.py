@@ -292,7 +292,8 @@ class EvaluationSpec:
 
     ``evaluate(model, args, context)`` of the interface runs before the first and after the last
     step, outside the training buffer. It returns {"sampled": {"overall" or group: {"success",
-    "low", "high", "episodes", ...}}, "greedy": {...}}."""
+    "low", "high", "episodes", ...}}, "greedy": {...}}, or {"rows": {"overall": {"loss", ...}}} for
+    rows of a file."""
 
     role: str
     """Role that is evaluated."""
@@ -306,6 +307,10 @@ class EvaluationSpec:
     """Arguments of all other evaluations; None to use ``args``."""
     every_steps: int = 0
     """Interval in steps between further evaluations; 0 for none."""
+    generates: bool = True
+    """Whether the role samples tokens in the evaluation."""
+    also: tuple[EvaluationSpec, ...] = ()
+    """Further evaluations at the same steps, whose reports are added to this one's."""
 
 
 def artifact_exists(artifact: Path) -> bool:
@@ -332,6 +337,8 @@ class JobSpec:
     """File or folder that the job creates."""
     timeout_s: float = 1800.0
     """Timeout in seconds."""
+    report: str = ""
+    """Name of a file in the artifact whose text is shown after the job; "" for none."""
 
 
 @dataclass(frozen=True)

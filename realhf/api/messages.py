@@ -13,10 +13,10 @@ These modules call it:
   environment out, ``realhf.env.check``;
 - requests of a program of the package ``verifiers`` to its model:
   ``realhf.env.adapters.policy_endpoint``;
-- requests of an agent to the endpoint of the OpenAI API: ``realhf.rollout.openai_requests``.
+- requests of an agent to the endpoint of the OpenAI API: ``realhf.rollout.openai_requests``;
+- rows of supervised training and of preferences (``dataset.path``): ``realhf.data.row_formats``.
 
-Preference pairs (``experiment=dpo``) are built from played episodes, not from data rows. The
-trajectory server forwards ``messages`` to other trainers by its own rules
+The trajectory server forwards ``messages`` to other trainers by its own rules
 (docs/reference/trajectory.md 2.6): each message needs a role and a content, neither of which is
 interpreted, and training uses token ids.
 """

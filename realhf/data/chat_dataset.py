@@ -4,7 +4,7 @@ selects the assistant's turns."""
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +39,36 @@ def conversation_tokens(
     for problem in demonstration_problems(row):
         raise ValueError(problem)
     messages = row["messages"]
-    tools = row.get("tools") or ()
+    ids: list[int] = []
+    mask: list[bool] = []
+    for piece, turn in conversation_pieces(messages, row.get("tools") or (), chat, system_prompt):
+        is_trained = turn is not None and messages[turn].get("train") is not False
+        ids += piece
+        mask += [is_trained] * len(piece)
+    return ids, mask
+
+
+def conversation_pieces(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    chat: TemplateChat,
+    system_prompt: str = "",
+) -> Iterator[tuple[list[int], int | None]]:
+    """Yield the token ids of a conversation in pieces, each with the index of the assistant message
+    that it is, or None for the text before, between and after such messages.
+
+    A turn's piece ends with the token that ends the turn. The pieces end with the last turn.
+    """
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    ids = chat.opening([*system, *messages[: turns[0]]], tools)
-    mask = [False] * len(ids)
+    yield chat.opening([*system, *messages[: turns[0]]], tools), None
     for index, following in zip(turns, [*turns[1:], None], strict=True):
         closing = chat.closing(with_calls=bool(messages[index].get("tool_calls")))[:1]
-        turn = [*chat.encode_turn(messages[index], tools), *closing]
-        mask += [messages[index].get("train") is not False] * len(turn)
-        ids += turn
-        if following is None:
-            break
-        between_ids = chat.following_messages(
-            messages[index + 1 : following], ended=True, end=closing[0], tools=tools
-        )
-        mask += [False] * len(between_ids)
-        ids += between_ids
-    return ids, mask
+        yield [*chat.encode_turn(messages[index], tools), *closing], index
+        if following is not None:
+            between = messages[index + 1 : following]
+            ids = chat.following_messages(between, ended=True, end=closing[0], tools=tools)
+            yield ids, None
 
 
 class ChatDataset:
@@ -122,14 +134,12 @@ class ChatDataset:
         )
 
 
-class ChatDatasetSource:
-    """Order in which the master draws the rows of a ``ChatDataset``: a permutation for each seed
-    and epoch. Sample ids are ``row@epoch``."""
+class ShuffledRows:
+    """Order in which the master draws the rows of a data set: a permutation for each seed and
+    epoch. Sample ids are ``row@epoch``."""
 
-    def __init__(self, *, seed: int, path: str) -> None:
-        self._n_rows = count_json_lines(Path(path))
-        if self._n_rows == 0:
-            raise ValueError(f"{path} holds no conversations")
+    def __init__(self, *, seed: int, n_rows: int) -> None:
+        self._n_rows = n_rows
         self._seed = seed
         self._cursor = 0
 
@@ -167,3 +177,13 @@ class ChatDatasetSource:
             self._cached_epoch = epoch
             self._cached_rows = rows
         return self._cached_rows
+
+
+class ChatDatasetSource(ShuffledRows):
+    """Order in which the master draws the rows of a ``ChatDataset``."""
+
+    def __init__(self, *, seed: int, path: str) -> None:
+        n_rows = count_json_lines(Path(path))
+        if n_rows == 0:
+            raise ValueError(f"{path} holds no conversations")
+        super().__init__(seed=seed, n_rows=n_rows)

@@ -54,6 +54,10 @@ def _main(arguments: Sequence[str], started_at: float, terminal: Terminal) -> in
         from realhf.launch.resume import check_resume
         from realhf.launch.tool_calls import check_tool_calls
 
+        if composed.config.mode is Mode.show:
+            from realhf.launch.run import show_rows
+
+            return show_rows(built)
         check_tool_calls(built)
         resumption = check_resume(built.config, built.effective)
         if composed.config.mode is Mode.check:

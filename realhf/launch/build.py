@@ -104,7 +104,7 @@ def build_experiment(composed: ComposedConfig) -> BuiltExperiment:
         _check_heads(every)
         _check_served_actor(every)
     _check_hosts(config, all_specs)
-    if config.exp_ctrl.keep_best and spec.evaluation is None:
+    if config.exp_ctrl.keep_best and (spec.evaluation is None or not spec.evaluation.generates):
         raise ConfigError(
             f"exp_ctrl.keep_best=true: experiment {spec.name} makes no held-out evaluation, so no "
             f"policy is the best"
@@ -315,7 +315,7 @@ def _check_served_actor(spec: ExperimentSpec) -> None:
     """Raise ConfigError for a synchronous run in which a separate generation server would sample
     from a role on several workers."""
     sampling = {mfc.model_role for mfc in spec.mfcs if mfc.interface_type is InterfaceType.GENERATE}
-    if spec.evaluation is not None:
+    if spec.evaluation is not None and spec.evaluation.generates:
         sampling.add(spec.evaluation.role)
     for model in spec.models.values() if spec.rollout is None else ():
         if model.role in sampling and model.engine.name != "embedded" and len(model.workers) > 1:
@@ -391,8 +391,10 @@ def check_effects(composed: ComposedConfig, reads: set[str]) -> None:
     def idle(names: Iterable[str]) -> list[str]:
         return [name for name in names if not _has_effect(name, reads)]
 
+    # The YAML file of an experiment that trains on episodes or on a file has options for both.
+    written = () if composed.config.dataset.path else composed.written
     lines = []
-    for name in (*idle(composed.overridden), *idle(composed.written)):
+    for name in (*idle(composed.overridden), *idle(written)):
         reason = f": {reasons[name]}" if reasons[name] else ""
         where = f" (set in {composed.written[name]})" if name in composed.written else ""
         lines.append(f"option {name} has no effect in experiment {experiment}{reason}{where}")

@@ -53,7 +53,13 @@ def check_config(config: ExperimentConfig) -> None:
         *_sampling_problems(config),
         *_name_and_worker_problems(config),
         *_size_problems(config),
-        *model_problems("actor", config.actor, config.rollout.max_total_tokens),
+        *model_problems(
+            "actor",
+            config.actor,
+            config.rollout.max_total_tokens,
+            # Rows of plain text need no chat template; for others it is checked as they are read.
+            renders=config.dataset.path is None,
+        ),
         *checkpoint_problems("actor", config.actor.path),
         *adapter_problems("actor", config.actor),
         *_served_expert_problems(config),
@@ -227,12 +233,18 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 
 def start_untrained(config: ExperimentConfig) -> str:
     """Replace ``actor.path=builtin`` by the untrained built-in policy if the environment has no
-    scripted solver for a warm start.
+    scripted solver for a warm start, or if the rows of a file are trained on.
 
     Return a warning about the replacement, or "" if nothing was changed. Experiments that need
     demonstrations raise an error themselves.
     """
     chosen: Any = getattr(config, "env", None)
+    if config.actor.path == BUILTIN and config.dataset.path is not None:
+        config.actor.path = BUILTIN_TINY
+        return (
+            "actor.path names no model, so the built-in policy starts untrained, with a token for "
+            "each byte. It tries the machinery; actor.path=FOLDER trains a model of your own"
+        )
     if config.actor.path != BUILTIN or not hasattr(chosen, "path"):
         return ""
     try:

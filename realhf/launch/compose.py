@@ -104,11 +104,16 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
     )
     file = load_experiment(config_dir, name, user_file, environment)
     if environment is None and hasattr(file.module, "config_class"):
-        raise EnvironmentMissing(
-            f"experiment={name}: choose an environment with env=NAME (known: "
-            f"{', '.join(environments)}), with "
-            "env.path=FILE.py:Name, or several with env.mix=[NAME,NAME]"
-        )
+        trains_on_file = hasattr(file.module, "build_on_rows")
+        rows = _read_component(own_file, "dataset", bases=config_dir / "experiment")
+        if not (trains_on_file and (values.get("dataset.path") or rows)):
+            file_advice = "; or rows to train on with dataset.path=FILE.jsonl"
+            raise EnvironmentMissing(
+                f"experiment={name}: choose an environment with env=NAME (known: "
+                f"{', '.join(environments)}), with "
+                "env.path=FILE.py:Name, or several with env.mix=[NAME,NAME]"
+                f"{file_advice if trains_on_file else ''}"
+            )
     if scheduler is not None:
         try:
             file = file._replace(config_class=with_scheduler(file.config_class, scheduler))

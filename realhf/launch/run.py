@@ -32,7 +32,7 @@ from realhf.launch.processes import LaunchError, run_job, run_workers
 from realhf.launch.resume import Resumption, plain_options, resume_command
 from realhf.monitor.display import Display, make_display
 from realhf.monitor.provenance import EFFECTIVE, describe_origin, record_launch
-from realhf.monitor.summary import build_held_out_table
+from realhf.monitor.summary import build_held_out_table, describe_rows
 from realhf.scheduler.base import Scheduler
 from realhf.scheduler.process import adopt_orphans, describe_failure
 
@@ -174,6 +174,13 @@ def _run(
             f"{earlier.artifact or earlier.run_dir}"
         )
         _run(built, earlier, time.time(), display, signals)
+    _run_jobs(built, spec, display)
+    plan = replace(built.plan(spec, started_at), launch=launch or Launch())
+    return run_workers(plan, _scheduler(built), display, signals)
+
+
+def _run_jobs(built: BuiltExperiment, spec: ExperimentSpec, display: Display) -> None:
+    """Run the jobs of an experiment whose artifacts do not exist, and print the jobs' reports."""
     spec.run_dir.mkdir(parents=True, exist_ok=True)
     for job in spec.jobs:
         if artifact_exists(job.artifact):
@@ -181,8 +188,32 @@ def _run(
         else:
             log = spec.run_dir / "logs" / f"{job.name}.log"
             run_job(job, _scheduler(built), log, display)
-    plan = replace(built.plan(spec, started_at), launch=launch or Launch())
-    return run_workers(plan, _scheduler(built), display, signals)
+        if job.report:
+            for line in (job.artifact / job.report).read_text(encoding="utf-8").splitlines():
+                display.print_line(line)
+
+
+def show_rows(built: BuiltExperiment) -> int:
+    """Run the jobs that prepare an experiment's data, print their reports, and return the exit
+    code. Raises ConfigError for an experiment whose jobs have none."""
+    spec = built.spec
+    if not any(job.report for job in spec.jobs):
+        raise ConfigError(
+            f"mode=show: experiment {spec.name} trains on no file; set dataset.path, or leave it out"
+        )
+    display = make_display(f"{built.config.experiment_name}/{built.config.trial_name}", live=False)
+    try:
+        with adopt_orphans(), StopSignals().install(), _lock_folder(spec.run_dir):
+            _run_jobs(built, spec, display)
+    except LaunchInterrupted as stop:
+        return _print_error(str(stop), stop.exit_code)
+    except LaunchError as error:
+        return _print_error(str(error), 1)
+    except OSError as error:
+        return _print_error(describe_failure(error, spec.run_dir), 1)
+    finally:
+        display.close()
+    return 0
 
 
 def _scheduler(built: BuiltExperiment) -> Scheduler:
@@ -223,6 +254,11 @@ def _print_results(summary: dict[str, Any], run_dir: Path) -> None:
     table = build_held_out_table(summary)
     if table is not None:
         console.print(table)
+    for when in ("before", "after"):
+        if results := summary.get(f"heldout_rows_{when}"):
+            console.print(
+                f"held-out rows {when} training: {describe_rows(results)}", highlight=False
+            )
     console.print(
         f"{summary['steps']} steps in {summary['wall_seconds']:.0f} s, "
         f"{summary['tokens_per_second']:.0f} tokens/s",
@@ -280,6 +316,7 @@ RUN_FILES = (
     RunFile("graph.dot", "master", "whole"),
     RunFile("metrics.jsonl", "master", "appended", read=True),
     RunFile("evaluations.json", "master", "whole", read=True),
+    RunFile("held_out_reference.json", "model worker", "whole", read=True),
     RunFile("summary.json", "master", "whole"),
     RunFile("episodes.txt", "master", "appended"),
     RunFile("nonfinite.jsonl", "master", "appended"),

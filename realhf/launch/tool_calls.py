@@ -42,7 +42,8 @@ def check_tool_calls(built: BuiltExperiment) -> None:
     supervised = any(
         mfc.interface == "sft" for spec in (*built.spec.before, built.spec) for mfc in spec.mfcs
     )
-    learns = supervised and environment.spec.demonstrate is not None
+    demonstrates = supervised and config.dataset.path is None
+    learns = demonstrates and environment.spec.demonstrate is not None
     if not environment.spec.tools or (config.actor.tool_parser == PLAIN and not learns):
         return
     arguments = [environment.reference, "--options", json.dumps(dict(environment.options))]

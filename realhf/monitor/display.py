@@ -19,7 +19,9 @@ from realhf.base import process_clock
 from realhf.base.text import escape_controls
 from realhf.monitor.metrics import success_by_group
 from realhf.monitor.summary import (
+    HELD_OUT_ROWS,
     STEP_TIME,
+    describe_rows,
     flatten_rollouts,
     rollout_labels,
     rollout_metrics,
@@ -234,9 +236,13 @@ _BETWEEN = {"rollouts": rollouts_line, "progress": progress_line}
 
 
 def evaluation_line(event: Mapping[str, Any]) -> str:
-    """Format the held-out success of an evaluation as one line."""
+    """Format the held-out results of an evaluation as one line: the success of episodes, or the
+    loss and accuracy on rows of a file."""
     parts = [f"held-out, {event['when']}:"]
     for kind, entries in event["report"].items():
+        if kind == HELD_OUT_ROWS:
+            parts.append(describe_rows(entries["overall"]))
+            continue
         shares = {
             name: f"{entry['success']:.1%}" if entry["episodes"] else "-"
             for name, entry in entries.items()

@@ -650,11 +650,12 @@ OTHERS = Section(
 )
 EVALUATIONS = Section(
     "Evaluations",
-    "Of held-out episodes, kept in `evaluations.json` and sent to the trackers; they are in no row "
-    "of "
+    "Of held-out episodes or rows, kept in `evaluations.json` and sent to the trackers; they are in "
+    "no row of "
     "`metrics.jsonl`. `<split>` is `heldout` in the experiments that ship, `<way>` is `sampled` or "
     "`greedy`, `<group>` "
-    "is `overall`, a group of tasks or, in a mixture, an environment.",
+    "is `overall`, a group of tasks or, in a mixture, an environment. Those of `rows` are of a file "
+    "(`dataset.held_out`).",
     (
         Metric("eval/<split>/<way>/success/<group>", "fraction", "episodes that reached the goal"),
         Metric(
@@ -672,6 +673,26 @@ EVALUATIONS = Section(
         ),
         Metric(
             "eval/<split>/<way>/failed/<group>", "count", "episodes that failed and are in no mean"
+        ),
+        Metric(
+            "eval/<split>/rows/loss/<group>",
+            "nats",
+            "negative log-likelihood per trained token; for pairs the loss of DPO",
+        ),
+        Metric(
+            "eval/<split>/rows/token_accuracy/<group>",
+            "fraction",
+            "trained tokens that are the most likely ones",
+        ),
+        Metric(
+            "eval/<split>/rows/reward_accuracy/<group>",
+            "fraction",
+            "pairs whose chosen answer has the higher reward; a tie counts half",
+        ),
+        Metric(
+            "eval/<split>/rows/reward_margin/<group>",
+            "reward",
+            "mean difference between the rewards of a pair's answers",
         ),
     ),
 )
@@ -755,6 +776,10 @@ def public_name(name: str) -> str | None:
     return None
 
 
+ROW_RESULTS = ("loss", "token_accuracy", "reward_accuracy", "reward_margin")
+"""Results of an evaluation on held-out rows of a file."""
+
+
 def evaluation_metrics(
     report: Mapping[str, Mapping[str, Mapping[str, Any]]], split: str
 ) -> dict[str, float]:
@@ -762,6 +787,7 @@ def evaluation_metrics(
     name."""
     names = {"success": "success", "low": "success_low", "high": "success_high"}
     names |= {name: name for name in ("reward", "turns", "out_of_turns", "failed")}
+    names |= {name: name for name in ROW_RESULTS}
     return {
         f"eval/{split}/{way}/{names[name]}/{group}": float(value)
         for way, groups in report.items()

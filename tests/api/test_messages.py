@@ -24,6 +24,7 @@ from realhf.api.environment import AssistantMessage, Environment, EnvironmentFai
 from realhf.api.messages import demonstration_problems, find_missing_request, message_problems
 from realhf.backends.builtin_policy import demonstration_texts
 from realhf.data.chat_dataset import ChatDataset
+from realhf.data.row_formats import SUPERVISED, check_rows
 from realhf.env.adapters.openenv_episode import MessagesEnvironment
 from realhf.env.adapters.policy_endpoint import Unplayable, read_messages
 from realhf.env.check.contract import opening_problems, turn_problems
@@ -163,6 +164,11 @@ def supervised(folder: Path, messages: Any) -> str:
     return raised(lambda: ChatDataset(str(path), of_qwen()))
 
 
+def file_rows(folder: Path, messages: Any) -> str:
+    path = demonstrated(folder, messages)
+    return raised(lambda: check_rows(path, SUPERVISED))
+
+
 @cache
 def of_qwen() -> Any:
     return tokenizer(QWEN25, "<|im_end|>")
@@ -268,6 +274,7 @@ def first(problems: Sequence[str]) -> str:
 
 ENTRANCES: dict[str, tuple[Callable[[Path, Any], str], str]] = {
     "supervised training": (supervised, r"rows\.jsonl, line 3: messages\[1\]"),
+    "rows of a file": (file_rows, r"rows\.jsonl, line 3: messages\[1\]"),
     "vocabulary of the built-in policy": (vocabulary, r"rows\.jsonl, line 3: messages\[1\]"),
     "env.data": (questions("data"), r"rows\.jsonl, line 3: the column 'prompt'\[1\]"),
     "env.heldout_data": (
@@ -324,6 +331,7 @@ ENTRANCES: dict[str, tuple[Callable[[Path, Any], str], str]] = {
     "trajectory server": (pushed, r"'loc'|nan|NaN"),
 }
 LENIENT: dict[str, tuple[set[str], str]] = {
+    "rows of a file": ({"content in parts"}, "joins parts of text"),
     "verifiers": (
         {
             "no content",
@@ -413,6 +421,7 @@ def test_an_empty_list_of_calls_counts_as_missing_whoever_says_the_message() -> 
 CALLERS = {
     "realhf/backends/builtin_policy.py",
     "realhf/data/chat_dataset.py",
+    "realhf/data/row_formats.py",
     "realhf/env/adapters/policy_endpoint.py",
     "realhf/env/adapters/openenv_episode.py",
     "realhf/env/check/contract.py",

@@ -89,6 +89,11 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, tiny_policy: Path) -> Pa
         (folder / f"{name}.py").write_text(code.replace('"focal_sft"', '"focal_sft_of_the_page"'))
     [sums] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (folder / "sums.py").write_text(sums)
+    blocks = re.findall(
+        r"```json\n(.*?)```", (ROOT / "docs" / "data_files.md").read_text(), re.DOTALL
+    )
+    for name, rows in zip(("rows", "pairs"), blocks, strict=True):
+        (folder / f"{name}.jsonl").write_text(rows)
     (folder / "chats.jsonl").write_text('{"messages": []}\n')
     return folder
 

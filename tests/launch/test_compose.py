@@ -59,7 +59,7 @@ def errors(capsys, *arguments):
         ),
         (
             ["experiment=grpo_aws", "mode=fly"],
-            "mode=fly: Invalid value 'fly', expected one of [run, check, graph]",
+            "mode=fly: Invalid value 'fly', expected one of [run, check, graph, show]",
         ),
         (["experiment=grpo_aws", "actor.workers=[0,x]"], "actor.workers[1]"),
         (["experiment=grpo_aws", "actor.optimizer=3"], "actor.optimizer is a section"),

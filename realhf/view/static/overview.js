@@ -39,12 +39,14 @@ function headlineNumbers(run, config) {
   const value = (name) => columns[name]?.[at];
   const evaluations = run.evaluations.filter((one) => one.way === samplingMethod(run) && one.group === "overall");
   const [first, final] = [evaluations[0], evaluations.at(-1)];
-  const change = first && final && first !== final ? `from ${percent(first.success)} ${first.step ? `at step ${first.step}` : "before"}` : "";
+  // Rows of a file have a loss and no success.
+  const [heldOut, show] = typeof final?.loss === "number" ? ["loss", number] : ["success", percent];
+  const change = first && final && first !== final ? `from ${show(first[heldOut])} ${first.step ? `at step ${first.step}` : "before"}` : "";
   return [
     ["step", number(steps[at] ?? 0), run.state],
     ["reward", number(value("reward/mean")), ""],
     ["success", percent(value("success/overall")), ""],
-    ["held-out success", percent(final?.success), final ? [`step ${final.step}`, samplingMethod(run) === "sampled" ? "" : samplingMethod(run), change].filter(Boolean).join("; ") : noEvaluationReason(run, config)],
+    [`held-out ${heldOut}`, show(final?.[heldOut]), final ? [`step ${final.step}`, samplingMethod(run) === "sampled" ? "" : samplingMethod(run), change].filter(Boolean).join("; ") : noEvaluationReason(run, config)],
     ["a step takes", value("time/step") === undefined ? "–" : `${number(value("time/step"))} s`, ""],
   ];
 }
@@ -246,9 +248,10 @@ class Overview {
   }
 
   drawEvaluations() {
+    const named = (run) => (this.context.runs.length > 1 ? [run.name] : []);
     const rows = this.context.runs.flatMap((run) =>
-      run.evaluations.map((one) => [
-        ...(this.context.runs.length > 1 ? [run.name] : []),
+      run.evaluations.filter((one) => one.way !== "rows").map((one) => [
+        ...named(run),
         one.step, one.way, one.group, percent(one.success),
         typeof one.low === "number" ? `${percent(one.low)} to ${percent(one.high)}` : "",
         number(one.reward), number(one.episodes), typeof one.out_of_turns === "number" ? percent(one.out_of_turns) : "", number(one.failed), number(one.version),
@@ -256,7 +259,17 @@ class Overview {
     );
     const heads = ["step", "sampling", "group", "success", "95 % interval", "reward", "episodes", "out of turns", "failed", "version"];
     if (this.context.runs.length > 1) heads.unshift("run");
-    renew(this.evaluations, h("section", {}, rows.length ? [h("h2", {}, "Held-out evaluations"), table(heads, rows)] : []));
+    const ofFile = this.context.runs.flatMap((run) =>
+      run.evaluations.filter((one) => one.way === "rows").map((one) => [
+        ...named(run),
+        one.step, number(one.loss), percent(one.token_accuracy), percent(one.reward_accuracy), number(one.reward_margin), number(one.rows),
+      ]),
+    );
+    const headsOfFile = [...heads.slice(0, heads.indexOf("sampling")), "loss", "token accuracy", "reward accuracy", "reward margin", "rows"];
+    renew(this.evaluations, h("section", {},
+      rows.length ? [h("h2", {}, "Held-out evaluations"), table(heads, rows)] : [],
+      ofFile.length ? [h("h2", {}, "Held-out rows"), table(headsOfFile, ofFile)] : [],
+    ));
   }
 
   drawOthers() {

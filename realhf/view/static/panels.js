@@ -10,7 +10,7 @@ import { meanLine, meanPoints } from "./seeds.js";
 export const PANELS = [
   { title: "Reward", names: ["reward/mean", "reward/std"], start: "reward/mean/", heldOut: "reward", about: "mean over the rollouts of a step" },
   { title: "Success", start: "success/", first: "success/overall", heldOut: "success", share: true, from0: true, about: "share of rollouts that reached the goal; points: held-out tasks with 95 % intervals" },
-  { title: "Loss", names: ["policy/loss"], ends: "/loss", about: "mean over the updates of a step" },
+  { title: "Loss", names: ["policy/loss"], ends: "/loss", heldOut: "loss", about: "mean over the updates of a step; points: held-out rows of a file" },
   { title: "Where the time goes", unit: "s", times: true, about: "calls of a step, those that play by environment and generation; what overlaps adds up to more than the step" },
   { title: "Length", unit: "tokens", names: ["length/mean", "length/max"], from0: true },
   { title: "Truncated", share: true, names: ["length/truncated", "length/out_of_turns"], from0: true, about: "rollouts that a limit ended: of tokens, or of turns (rollout.max_turns)" },

@@ -1,0 +1,253 @@
+"""Tokenise the rows of a data file for training, and show the first of them.
+
+    python -m realhf.data.tokenize_rows rows.jsonl --model FOLDER --out DIR
+
+Every row is checked before anything is written. The launcher runs this program before it trains on
+a file (``dataset.path``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import realhf
+from realhf.api.tool_parser import AUTO
+from realhf.base.dataclass_json import to_json_value
+from realhf.base.files import atomic_folder
+from realhf.data.row_formats import PREFERENCE, SUPERVISED, read_examples
+from realhf.data.tokenized_rows import (
+    ALL,
+    ASSISTANT,
+    COMPLETION,
+    EXAMPLES_FILE,
+    HELD_OUT,
+    SUMMARY_FILE,
+    TRAIN,
+    ExchangeTokenizer,
+    RowsSummary,
+    TokenRow,
+    digest_rows,
+    pack_rows,
+)
+
+REFUSE = "refuse"
+DROP = "drop"
+_SHOWN_TOKENS = 48
+"""Maximum number of tokens of a segment that are shown; the middle of longer ones is left out."""
+_SEPARATOR = "|"
+"""Mark between two shown tokens."""
+
+
+class LocatedRow(NamedTuple):
+    """A tokenised row and its location in the file."""
+
+    where: str
+    """Location, such as ``rows.jsonl, line 3``."""
+    sequences: tuple[TokenRow, ...]
+    """The row's sequence, or the chosen one and the rejected one."""
+
+    @property
+    def longest(self) -> int:
+        """Length in tokens of the row's longest sequence."""
+        return max(len(sequence.ids) for sequence in self.sequences)
+
+
+def tokenize_file(file: Path, kind: str, encoder: ExchangeTokenizer) -> list[LocatedRow]:
+    """Return the tokenised rows of a file. Raises ValueError that names the file and the line of
+    the first row that cannot be trained on, and for a file without rows."""
+    rows = []
+    for where, exchanges in read_examples(file, kind):
+        try:
+            sequences = tuple(encoder.encode(exchange) for exchange in exchanges)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{where}: {error}") from error
+        rows.append(LocatedRow(where, sequences))
+    if not rows:
+        raise ValueError(f"{file}: has no rows")
+    return rows
+
+
+def select_short(
+    file: Path, rows: Sequence[LocatedRow], max_tokens: int, too_long: str
+) -> list[LocatedRow]:
+    """Return the rows of at most ``max_tokens`` tokens.
+
+    Raises ValueError if there are longer ones and ``too_long`` is ``REFUSE``, and if all are
+    longer.
+    """
+    kept = [row for row in rows if row.longest <= max_tokens]
+    if len(kept) == len(rows):
+        return kept
+    longest = max(rows, key=lambda row: row.longest)
+    found = (
+        f"{file}: {len(rows) - len(kept)} of {len(rows)} rows are longer than "
+        f"rollout.max_total_tokens={max_tokens}; the longest has {longest.longest} tokens "
+        f"({longest.where.removeprefix(f'{file}, ')})"
+    )
+    if not kept:
+        raise ValueError(f"{found}: raise rollout.max_total_tokens, no row is left")
+    if too_long == REFUSE:
+        raise ValueError(
+            f"{found}: raise rollout.max_total_tokens, or drop them with dataset.too_long={DROP}"
+        )
+    return kept
+
+
+def split_rows(
+    rows: Sequence[LocatedRow], held_out: float, seed: int
+) -> tuple[list[LocatedRow], list[LocatedRow]]:
+    """Return (rows to train on, rows held out), both in the order of the file.
+
+    ``held_out``: fraction of the rows, of which at least one is held out unless it is 0; the seed
+    determines which. Raises ValueError if no row would be left to train on.
+    """
+    count = max(1, round(held_out * len(rows))) if held_out else 0
+    if count >= len(rows):
+        raise ValueError(
+            f"dataset.held_out={held_out:g} holds out {count} of {len(rows)} rows and leaves none "
+            "to train on"
+        )
+    chosen = {*random.Random(f"{seed}/held out").sample(range(len(rows)), count)}
+    return (
+        [row for number, row in enumerate(rows) if number not in chosen],
+        [row for number, row in enumerate(rows) if number in chosen],
+    )
+
+
+def summarize(
+    kind: str,
+    train: Sequence[LocatedRow],
+    held_out: Sequence[LocatedRow],
+    n_dropped: int,
+    digest: str,
+) -> RowsSummary:
+    """Return the counts of tokenised rows. ``digest``: that of the rows to train on."""
+    sequences = [sequence for row in train for sequence in row.sequences]
+    return RowsSummary(
+        kind,
+        len(train),
+        len(held_out),
+        n_dropped,
+        sum(len(sequence.ids) for sequence in sequences),
+        sum(sum(sequence.mask) for sequence in sequences),
+        max(row.longest for row in [*train, *held_out]),
+        digest,
+    )
+
+
+def describe_rows(
+    file: Path, summary: RowsSummary, first: Sequence[LocatedRow], tokenizer: Any
+) -> str:
+    """Return a text about the rows: the counts, and the tokens of the rows ``first``, one line for
+    each segment of tokens that are trained (``+``) or not (``-``)."""
+    parts = [f"{summary.n_train} rows to train on"]
+    if summary.n_held_out:
+        parts.append(f"{summary.n_held_out} held out")
+    if summary.n_dropped:
+        parts.append(f"{summary.n_dropped} dropped because they are too long")
+    lines = [
+        f"{file}: {', '.join(parts)}; {summary.n_tokens:,} tokens, {summary.n_trained_tokens:,} of "
+        f"them trained; the longest sequence has {summary.longest:,}"
+    ]
+    for row in first:
+        names = ("chosen", "rejected") if len(row.sequences) == 2 else ("",)
+        for name, sequence in zip(names, row.sequences, strict=True):
+            where = row.where.removeprefix(f"{file}, ")
+            label = f"{where}, {name}" if name else where
+            lines.append(f"{label}: {len(sequence.ids)} tokens, {sum(sequence.mask)} trained (+)")
+            lines += _format_segments(sequence, tokenizer)
+    return "\n".join(lines) + "\n"
+
+
+def _format_segments(sequence: TokenRow, tokenizer: Any) -> Iterator[str]:
+    """Yield a line for each run of tokens with the same mask."""
+    start = 0
+    for place in range(1, len(sequence.ids) + 1):
+        if place < len(sequence.ids) and sequence.mask[place] == sequence.mask[start]:
+            continue
+        ids = sequence.ids[start:place]
+        half = _SHOWN_TOKENS // 2
+        left_out = len(ids) - _SHOWN_TOKENS
+        if left_out > 0:
+            shown = (
+                f"{_format_tokens(ids[:half], tokenizer)} [{left_out} more] "
+                f"{_format_tokens(ids[-half:], tokenizer)}"
+            )
+        else:
+            shown = _format_tokens(ids, tokenizer)
+        yield f"  {'+' if sequence.mask[start] else '-'} {len(ids):5}  {shown}"
+        start = place
+
+
+def _format_tokens(ids: Sequence[int], tokenizer: Any) -> str:
+    """Return tokens as text on one line, with marks between them."""
+    texts = [
+        tokenizer.decode([i], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        for i in ids
+    ]
+    return _SEPARATOR.join(text.replace("\\", "\\\\").replace("\n", "\\n") for text in texts)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Tokenise the rows of a file, as the command-line arguments describe. Returns the exit
+    status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m realhf.data.tokenize_rows",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
+    parser.add_argument("file", type=Path, help="a .jsonl file, a .parquet file or a folder")
+    parser.add_argument("--model", required=True, help="folder or hub id of the tokenizer")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--kind", choices=(SUPERVISED, PREFERENCE), default=SUPERVISED)
+    parser.add_argument("--train-on", choices=(ASSISTANT, COMPLETION, ALL), default=ASSISTANT)
+    parser.add_argument("--max-tokens", type=int, default=1024)
+    parser.add_argument("--too-long", choices=(REFUSE, DROP), default=REFUSE)
+    parser.add_argument("--held-out", type=float, default=0.0, help="fraction of the rows")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--shown", type=int, default=2, help="number of rows to show")
+    parser.add_argument("--tool-parser", default=AUTO)
+    parser.add_argument("--template-kwargs", type=json.loads, default={}, help="a JSON object")
+    args = parser.parse_args(argv)
+    try:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        encoder = ExchangeTokenizer(
+            tokenizer,
+            train_on=args.train_on,
+            chat_template_kwargs=args.template_kwargs,
+            tool_parser=args.tool_parser,
+        )
+        rows = tokenize_file(args.file, args.kind, encoder)
+        kept = select_short(args.file, rows, args.max_tokens, args.too_long)
+        train, held_out = split_rows(kept, args.held_out, args.seed)
+        parts = {TRAIN: pack_rows(row.sequences for row in train)}
+        if held_out:
+            parts[HELD_OUT] = pack_rows(row.sequences for row in held_out)
+        n_dropped = len(rows) - len(kept)
+        summary = summarize(args.kind, train, held_out, n_dropped, digest_rows(parts[TRAIN]))
+        text = describe_rows(args.file, summary, train[: args.shown], tokenizer)
+        with atomic_folder(args.out) as folder:
+            for name, arrays in parts.items():
+                np.savez(folder / f"{name}.npz", **arrays)  # pyright: ignore[reportArgumentType]
+            (folder / SUMMARY_FILE).write_text(json.dumps(to_json_value(summary)), "utf-8")
+            (folder / EXAMPLES_FILE).write_text(text, "utf-8")
+    except (OSError, ValueError) as error:
+        print(f"dataset.path: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
