@@ -646,7 +646,7 @@ def rollout_options(config: sft.Config, group_size: int) -> RolloutOptions:
     )
 
 
-def check_limits(config: Config, spec: EnvironmentSpec) -> None:
+def check_limits(config: sft.Config, spec: EnvironmentSpec) -> None:
     """Raise ConfigError if the limit of turns would end an environment's episodes before it scores
     them, or if a limit of an environment of a mixture is higher than the run's."""
     rollout = config.rollout
