@@ -1,10 +1,13 @@
-"""Seccomp filter that makes the kernel refuse new programs, new processes, new sockets, and signals
-to other processes.
+"""Seccomp filters.
 
-The audit hook in ``sandbox`` restricts Python code; this filter also restricts C code (connections
-made by uvloop, a fork or a signal sent by a library). Threads remain possible: ``clone`` is allowed
-only with CLONE_THREAD. ``clone3``, whose flags a filter cannot read, fails with ENOSYS, so that the
-C library falls back to ``clone``.
+``install`` makes the kernel refuse new programs, new processes, new sockets, and signals to other
+processes. The audit hook in ``sandbox`` restricts Python code; this filter also restricts C code
+(connections made by uvloop, a fork or a signal sent by a library). Threads remain possible:
+``clone`` is allowed only with CLONE_THREAD. ``clone3``, whose flags a filter cannot read, fails
+with ENOSYS, so that the C library falls back to ``clone``.
+
+``install_for_programs`` is for the commands of a container, which may start programs and use the
+container's own network: it refuses namespaces, mounts, debugging, and memory that no limit counts.
 """
 
 from __future__ import annotations
@@ -39,6 +42,11 @@ _RETURN = 0x06
 """BPF: return the operand."""
 _X32_CALLS = 0x40000000
 """Smallest number of a system call of the x32 ABI, all of which are refused."""
+_NAMESPACES = 0x7E020000
+"""Flags of ``clone`` that make a namespace."""
+_FAMILIES = (1, 2, 10, 16)
+"""Families of sockets of a container's commands: AF_UNIX, AF_INET, AF_INET6 and AF_NETLINK, each of
+which belongs to the network namespace."""
 _OFFSET_NUMBER = 0
 """Offset of the system call number in struct seccomp_data."""
 _OFFSET_ARCH = 4
@@ -65,8 +73,21 @@ class Machine(NamedTuple):
     """Number of ``prlimit64``, which is allowed only with pid 0 (the calling process)."""
     denied_calls: tuple[int, ...]
     """Numbers of the system calls that always fail with EPERM."""
+    socket: int
+    """Number of ``socket``, which is allowed to programs only with some families."""
+    denied_to_programs: tuple[int, ...]
+    """Numbers of the system calls that fail with EPERM in the commands of a container."""
 
 
+# Since Linux 5.1, system calls have the same number on all machines: io_uring_setup,
+# io_uring_enter, io_uring_register, open_tree, move_mount, fsopen, fsconfig, fsmount, fspick,
+# pidfd_getfd, mount_setattr, memfd_secret, open_tree_attr
+_NEW_CALLS = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442, 447, 467)
+"""Numbers on all machines of system calls that are denied to programs."""
+# Denied to programs: mount, umount2, pivot_root, unshare, setns, ptrace, process_vm_readv,
+# process_vm_writev, bpf, kexec_load, kexec_file_load, init_module, finit_module, delete_module,
+# add_key, request_key, keyctl, userfaultfd, perf_event_open, open_by_handle_at, memfd_create,
+# shmget, msgget, quotactl, swapon, swapoff, reboot, acct
 _MACHINES = {
     # fork, vfork, execve, execveat, socket, connect, bind, ptrace, mount, umount2, chroot,
     # pivot_root, unshare, setns, bpf, kexec_load, init_module, finit_module, process_vm_readv,
@@ -74,10 +95,14 @@ _MACHINES = {
     # pidfd_send_signal, tkill, rt_sigqueueinfo, rt_tgsigqueueinfo
     "x86_64": Machine(0xC000003E, 317, 56, 435, 234, 302,
                       (57, 58, 59, 322, 41, 42, 49, 101, 165, 166, 161, 155, 272, 308, 321, 246, 175, 313, 310, 311,
-                       250, 323, 304, 425, 438, 62, 424, 200, 129, 297)),
+                       250, 323, 304, 425, 438, 62, 424, 200, 129, 297), 41,
+                      (165, 166, 155, 272, 308, 101, 310, 311, 321, 246, 320, 175, 313, 176, 248, 249, 250, 323, 298,
+                       304, 319, 29, 68, 179, 167, 168, 169, 163, *_NEW_CALLS)),
     "aarch64": Machine(0xC00000B7, 277, 220, 435, 131, 261,
                        (221, 281, 198, 203, 200, 117, 40, 39, 51, 41, 97, 268, 280, 104, 105, 273, 270, 271, 219, 282,
-                        265, 425, 438, 129, 424, 130, 138, 240)),
+                        265, 425, 438, 129, 424, 130, 138, 240), 198,
+                       (40, 39, 41, 97, 268, 117, 270, 271, 280, 104, 294, 105, 273, 106, 217, 218, 219, 282, 241,
+                        265, 279, 194, 186, 60, 224, 225, 142, 89, *_NEW_CALLS)),
 }  # fmt: skip
 """Supported architectures, by the name of the machine in ``platform``."""
 
@@ -106,9 +131,24 @@ def install() -> bool:
     the filter contains the pid of the process.
     """
     machine_numbers = machine()
-    if machine_numbers is None:
-        return False
-    code = _assemble_filter(machine_numbers, os.getpid())
+    return machine_numbers is not None and _install(
+        _assemble_filter(machine_numbers, os.getpid()), machine_numbers
+    )
+
+
+def install_for_programs() -> bool:
+    """Install the filter for a container's commands in this process and all that it starts;
+    requires no-new-privileges. Return False if the architecture or the kernel does not support it.
+
+    Must be called with a single thread.
+    """
+    machine_numbers = machine()
+    return machine_numbers is not None and _install(
+        _assemble_program_filter(machine_numbers), machine_numbers
+    )
+
+
+def _install(code: bytes, machine_numbers: Machine) -> bool:
     buffer = ctypes.create_string_buffer(code, len(code))
     program = _Program(len(code) // 8, ctypes.addressof(buffer))
     libc = ctypes.CDLL(None, use_errno=True)
@@ -120,25 +160,58 @@ def install() -> bool:
     )
 
 
+_Instruction = tuple[int, int, int, int]
+"""A BPF instruction: code, jump if true, jump if false, operand."""
+_EPERM = _ERRNO | errno.EPERM
+
+
+def _begin_filter(machine_numbers: Machine, denied_calls: tuple[int, ...]) -> list[_Instruction]:
+    """Return the begin of a filter: it refuses other ABIs, ``clone3`` and the denied calls, and
+    leaves the number of the call loaded."""
+    program = [
+        (_LOAD, 0, 0, _OFFSET_ARCH),
+        (_JUMP_EQUAL, 1, 0, machine_numbers.architecture),
+        (_RETURN, 0, 0, _EPERM),
+        (_LOAD, 0, 0, _OFFSET_NUMBER),
+        (_JUMP_EQUAL, 0, 1, machine_numbers.clone3),
+        (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
+        (_JUMP_AT_LEAST, 0, 1, _X32_CALLS),
+        (_RETURN, 0, 0, _EPERM),
+    ]
+    for number in denied_calls:
+        program += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _EPERM)]
+    return program
+
+
+def _pack(program: list[_Instruction]) -> bytes:
+    return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
+
+
+def _assemble_program_filter(machine_numbers: Machine) -> bytes:
+    """Assemble the classic BPF program for the commands of a container."""
+    program = _begin_filter(machine_numbers, machine_numbers.denied_to_programs)
+    program += [
+        (_JUMP_EQUAL, 0, 4, machine_numbers.clone),
+        (_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT),
+        (_JUMP_SET, 0, 1, _NAMESPACES),
+        (_RETURN, 0, 0, _EPERM),
+        (_RETURN, 0, 0, _ALLOW),
+        (_JUMP_EQUAL, 1, 0, machine_numbers.socket),
+        (_RETURN, 0, 0, _ALLOW),
+        (_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT),
+    ]
+    for family in _FAMILIES:
+        program += [(_JUMP_EQUAL, 0, 1, family), (_RETURN, 0, 0, _ALLOW)]
+    return _pack([*program, (_RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT)])
+
+
 def _assemble_filter(machine_numbers: Machine, pid: int) -> bytes:
     """Assemble the classic BPF program for the process ``pid``; instructions are (code, jump if
     true, jump if false, operand).
 
     Arguments are compared by their lower 32 bits, which is all that the kernel reads of a pid.
     """
-    denied = _ERRNO | errno.EPERM
-    program = [
-        (_LOAD, 0, 0, _OFFSET_ARCH),
-        (_JUMP_EQUAL, 1, 0, machine_numbers.architecture),
-        (_RETURN, 0, 0, denied),
-        (_LOAD, 0, 0, _OFFSET_NUMBER),
-        (_JUMP_EQUAL, 0, 1, machine_numbers.clone3),
-        (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
-        (_JUMP_AT_LEAST, 0, 1, _X32_CALLS),
-        (_RETURN, 0, 0, denied),
-    ]
-    for number in machine_numbers.denied_calls:
-        program += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, denied)]
+    program = _begin_filter(machine_numbers, machine_numbers.denied_calls)
     # The C library signals its own threads (raise, abort, pthread_kill), and limits its own process
     # (setrlimit).
     for number, allowed in ((machine_numbers.tgkill, pid), (machine_numbers.prlimit64, 0)):
@@ -147,7 +220,7 @@ def _assemble_filter(machine_numbers: Machine, pid: int) -> bytes:
             (_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT),
             (_JUMP_EQUAL, 0, 1, allowed),
             (_RETURN, 0, 0, _ALLOW),
-            (_RETURN, 0, 0, denied),
+            (_RETURN, 0, 0, _EPERM),
         ]
     program += [
         (_JUMP_EQUAL, 1, 0, machine_numbers.clone),
@@ -155,6 +228,6 @@ def _assemble_filter(machine_numbers: Machine, pid: int) -> bytes:
         (_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT),
         (_JUMP_SET, 0, 1, _CLONE_THREAD),
         (_RETURN, 0, 0, _ALLOW),
-        (_RETURN, 0, 0, denied),
+        (_RETURN, 0, 0, _EPERM),
     ]
-    return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
+    return _pack(program)
