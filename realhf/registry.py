@@ -122,6 +122,7 @@ environments = Registry(
         "countdown": "realhf.environments.countdown:DEFINITION",
         "files": "realhf.environments.files:DEFINITION",
         "gymnasium": "realhf.env.adapters.gymnasium_text:DEFINITION",
+        "harbor": "realhf.env.harbor.definition:DEFINITION",
         "openenv": "realhf.env.adapters.openenv:DEFINITION",
         "sql": "realhf.environments.sql:DEFINITION",
         "verifiers": "realhf.env.adapters.verifiers_environment:DEFINITION",

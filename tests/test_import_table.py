@@ -53,6 +53,7 @@ ROOMS: dict[str, str] = {
     "env/loader": "api base registry",
     "environments/sql": "api base env/loader",
     "env/check": "api base env/containment env/loader registry",
+    "env/harbor": "api base env/containment env/loader",
     "env/server/spec": "api base env/containment env/loader env/server registry web",
     "environments/files": "api base env/loader",
     "rollout": "api base env/loader registry transport web",

@@ -34,7 +34,7 @@ tools are JSON schemas, both in the format of the OpenAI chat API.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NotRequired, Protocol, TypedDict, runtime_checkable
@@ -276,6 +276,16 @@ class Task:
         return not self.max_turns or self.max_turns > turns
 
 
+@dataclass(frozen=True)
+class TaskRemark:
+    """Something that a check should report about a task."""
+
+    text: str
+    """Description in one sentence, without the name of the task."""
+    is_fault: bool = True
+    """True for a fault, False for a note."""
+
+
 @runtime_checkable
 class TaskSet(Protocol):
     """The task templates of a split, from which a curriculum draws tasks.
@@ -416,6 +426,10 @@ class EnvironmentSpec:
     mixture, in every episode of one of its environments."""
     parts: Mapping[str, EnvironmentPart] = field(default_factory=dict)
     """The environments of a mixture, by name; {} for any other environment."""
+    examine: Callable[[Task], Awaitable[Sequence[TaskRemark]]] | None = None
+    """Play what proves that a task can be solved and pays for nothing else, such as its own
+    solution, and return what is wrong. ``check`` calls it for every task. None if there is nothing
+    to play beyond the demonstrations."""
 
 
 @dataclass(frozen=True)

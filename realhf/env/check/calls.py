@@ -30,6 +30,7 @@ from realhf.api.environment import Environment, EnvironmentFailure
 from realhf.base.installation import PACKAGE
 from realhf.base.plugin import split_reference
 from realhf.env.check.report import fault_key, quote
+from realhf.env.loader.load import split_scheme
 from realhf.env.loader.validation import BrokenContract
 
 _DUMPED_FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$')
@@ -42,7 +43,7 @@ _MAX_LINKS = 50
 def environment_folders(reference: str) -> list[Path]:
     """Return the folder of the file in ``file.py:Name``; no folder for a registered name or a
     module."""
-    file = split_reference(reference).file
+    file = None if split_scheme(reference) else split_reference(reference).file
     return [file.parent] if file else []
 
 

@@ -28,7 +28,14 @@ from realhf.env.check.calls import (
     describe_error,
     environment_folders,
 )
-from realhf.env.check.checks import CHECKS, CheckRun, fingerprints, play_again
+from realhf.env.check.checks import (
+    CHECKS,
+    EXAMINATIONS,
+    CheckRun,
+    check_examinations,
+    fingerprints,
+    play_again,
+)
 from realhf.env.check.demonstrations import DemonstrationChoice, choose_demonstrations
 from realhf.env.check.episodes import CheckHarness
 from realhf.env.check.mutation import MUTANTS, Mutation, collect_solutions, find_obstacle
@@ -55,7 +62,7 @@ from realhf.env.check.report import (
 )
 from realhf.env.check.task_sets import TaskSetChecker
 from realhf.env.containment.sandbox import die_with_parent
-from realhf.env.loader.load import build_environment, passport_file
+from realhf.env.loader.load import build_environment, passport_file, split_scheme
 
 T = TypeVar("T")
 _MAX_ERROR_CHARS = 1000
@@ -147,7 +154,8 @@ class Checker:
             }
             # The folder of ``module:Name`` holds the environment's code, even if the module is an
             # installed package.
-            module = sys.modules.get(self._order.reference.rpartition(":")[0])
+            place = self._order.reference.rpartition(":")[0]
+            module = None if split_scheme(self._order.reference) else sys.modules.get(place)
             if file := getattr(module, "__file__", None):
                 properties[FOLDER] = str(Path(file).parent)
                 self.code.add(properties[FOLDER])
@@ -270,7 +278,9 @@ class Checker:
         watchdog = LoopWatchdog(self.code)
         watchdog.start()
         skip_reason = ""
-        for name, check in CHECKS.items():
+        examines = run.harness.spec.examine is not None
+        checks = {**CHECKS, **({EXAMINATIONS: check_examinations} if examines else {})}
+        for name, check in checks.items():
             blocked = name == "instances" and self._findings.faults("event loop")
             if skip_reason or blocked:
                 self._skip((name,), skip_reason or _WOULD_WAIT)

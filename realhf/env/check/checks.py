@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from realhf.api.environment import Demonstration, Task, Turn
+from realhf.api.environment import SPLITS, Demonstration, Task, Turn
 from realhf.env.check.calls import CallFailed
 from realhf.env.check.contract import ends_episode, is_solved, to_plain_json
 from realhf.env.check.demonstrations import DemonstrationChoice
@@ -304,6 +304,20 @@ async def check_demonstrations(run: CheckRun) -> str:
     return f"{format_count(played.total(), 'script')} ({kinds}), {longest}"
 
 
+async def check_examinations(run: CheckRun) -> str:
+    """Let the environment examine every task of both splits, and report its remarks."""
+    tasks = [
+        task_set.instantiate(template, 0)
+        for task_set in map(run.harness.spec.tasks, SPLITS)
+        for template in task_set.group_of
+    ]
+    for task in tasks:
+        for remark in await run.harness.examine(task):
+            what = f"{remark.text} ({task.id})" if remark.is_fault else remark.text
+            run.harness.add(Finding(EXAMINATIONS, what, task=task.id, is_fault=remark.is_fault))
+    return format_count(len(tasks), "task")
+
+
 CHECKS: Mapping[str, Callable[[CheckRun], Awaitable[str]]] = {
     "openings": check_openings,
     "determinism": check_determinism,
@@ -313,6 +327,8 @@ CHECKS: Mapping[str, Callable[[CheckRun], Awaitable[str]]] = {
     "demonstrations": check_demonstrations,
 }
 """Checks by name, in the order in which they run."""
+EXAMINATIONS = "examinations"
+"""Name of the last check, ``check_examinations``, of environments that examine their tasks."""
 
 
 async def play_again(run: CheckRun) -> dict[str, list[Any]]:

@@ -45,7 +45,7 @@ from realhf.env.check.report import (
     quote,
 )
 from realhf.env.check.supervisor import CheckSupervisor
-from realhf.env.loader.load import parse_options
+from realhf.env.loader.load import parse_options, split_scheme
 from realhf.registry import environments
 
 _NAME_WIDTH = 16
@@ -367,6 +367,8 @@ def write_passport(report: Report, arguments: argparse.Namespace) -> None:
 def check_reference(reference: str) -> None:
     """Raise ValueError for an unknown name or a missing file. The contents of a file are checked
     later, when it is loaded."""
+    if split_scheme(reference):
+        return
     parts = split_reference(reference)
     if parts.file is not None:
         if not parts.file.is_file():

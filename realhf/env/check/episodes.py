@@ -17,6 +17,7 @@ from realhf.api.environment import (
     EnvironmentSpec,
     Opening,
     Task,
+    TaskRemark,
     Turn,
 )
 from realhf.env.check.calls import Caller, CallFailed, UserCode
@@ -296,6 +297,20 @@ class CheckHarness:
             )
             mend = "Fix it, or raise ValueError with a text for the policy"
             self.add(Finding("tools", what, mend, task=task, is_fault=False, kind=tool_error))
+
+    async def examine(self, task: Task) -> Sequence[TaskRemark]:
+        """Let the environment examine a task; return its remarks. A failure is reported, and
+        CallFailed raised only if the call hung."""
+        examine = self.spec.examine
+        assert examine is not None
+        try:
+            return await self._caller.call("examine", task.id, lambda: examine(task))
+        except CallFailed as error:
+            place = error.where or self.place(None, "examine")
+            what = f"{error.what} ({task.id})"
+            self.add(Finding("examine", what, where=place, task=task.id))
+            self.count_failure(error)
+        return ()
 
     async def close(self, environment: Environment, task: str = "") -> None:
         """Close an instance. A failure is reported; CallFailed is raised only if the call hung."""

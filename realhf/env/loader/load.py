@@ -8,7 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -68,10 +68,23 @@ MAX_PROBLEMS = 8
 """Maximum number of option errors listed in one message."""
 
 
+SCHEMES = frozenset({"harbor"})
+"""Registered environments that a reference may name together with the option that they need, such
+as ``harbor:FOLDER``."""
+
+
+def split_scheme(reference: str) -> tuple[str, str] | None:
+    """Return (registered name, value of the option that it needs) of a reference such as
+    ``harbor:FOLDER``; None for any other reference."""
+    name, colon, value = reference.partition(":")
+    return (name, value.strip()) if colon and name in SCHEMES else None
+
+
 def load_definition(reference: str) -> EnvironmentDefinition:
     """Return the definition of the environment that ``reference`` names: a registered name,
-    ``file.py:Name``, ``package.module:Name``, or ``file.py`` if it defines exactly one environment.
-    The reference of a mixture is a list of these (``mixture_reference``).
+    ``file.py:Name``, ``package.module:Name``, ``file.py`` if it defines exactly one environment, or
+    ``harbor:`` with the folder of Harbor tasks. The reference of a mixture is a list of these
+    (``mixture_reference``).
 
     Raises ValueError whose message is one sentence that says what is wrong and where.
     """
@@ -84,6 +97,8 @@ def load_definition(reference: str) -> EnvironmentDefinition:
         return _build_definition(
             import_user_code(reference, lambda: environments.get(reference)), reference
         )
+    if scheme := split_scheme(reference):
+        return _complete_definition(load_definition(scheme[0]), scheme[1])
     if not split_reference(reference).place:
         suggestion = suggest_names(reference, [*environments])
         raise ValueError(
@@ -122,17 +137,32 @@ def build_environment(reference: str, options: Mapping[str, Any]) -> Environment
     return spec
 
 
+def _complete_definition(definition: EnvironmentDefinition, value: str) -> EnvironmentDefinition:
+    """Return the definition with ``value`` for the option that it needs."""
+    needed = definition.options.needs
+
+    def build(options: Any) -> EnvironmentSpec:
+        """Build the specification. Raises ValueError if the option is also set by itself."""
+        if getattr(options, needed):
+            raise ValueError(f"env.{needed} has no effect: env.path names it")
+        return definition.build(replace(options, **{needed: value}))
+
+    return EnvironmentDefinition(definition.options, build)
+
+
 def passport_file(reference: str) -> Path:
     """Return the path of the passport of an environment, which may not exist: the file is named
     after the environment and lies in the folder of its module.
 
-    Raises ValueError for an unknown environment, and for a mixture, which has no passport of its
-    own.
+    Raises ValueError for an unknown environment, for a mixture, which has no passport of its own,
+    and for one that a reference names with its option.
     """
     if split_mixture(reference):
         raise ValueError(
             f"{reference}: a mixture has no passport; each of its environments has one"
         )
+    if split_scheme(reference):
+        raise ValueError(f"{reference}: it has no passport")
     if reference in environments:
         target = import_user_code(reference, lambda: environments.get(reference))
         owner = target.options if isinstance(target, EnvironmentDefinition) else target

@@ -1,0 +1,12 @@
+#!/bin/bash
+python3 - <<"END"
+import sqlite3
+
+database = sqlite3.connect("/app/shop.db")
+try:
+    right = database.execute("SELECT name, orders FROM customers ORDER BY name").fetchall() == [("ada", 3), ("bob", 2), ("cy", 1)]
+except sqlite3.Error:
+    right = False
+with open("/logs/verifier/reward.txt", "w") as file:
+    file.write("1" if right else "0")
+END

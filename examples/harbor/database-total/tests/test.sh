@@ -1,0 +1,5 @@
+#!/bin/bash
+if [ "$(tr -d "[:space:]" < /app/answer.txt)" = 22 ]
+then echo 1 > /logs/verifier/reward.txt
+else echo 0 > /logs/verifier/reward.txt
+fi

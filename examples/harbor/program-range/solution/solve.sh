@@ -1,0 +1,2 @@
+#!/bin/bash
+sed -i "s/i < n/i <= n/" /app/squares.sh

@@ -1,0 +1,8 @@
+#!/bin/bash
+mkdir -p /tmp/sizes
+printf "1\n2\n" > "/tmp/sizes/two lines.txt"
+printf "1\n" > /tmp/sizes/one
+if [ "$(bash /app/sizes.sh /tmp/sizes)" = "$(printf '%s\n' one:1 "two lines.txt:2")" ]
+then echo 1 > /logs/verifier/reward.txt
+else echo 0 > /logs/verifier/reward.txt
+fi

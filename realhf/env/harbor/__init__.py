@@ -1,0 +1,1 @@
+"""Harbor task folders as an environment: ``env.path=harbor:FOLDER``."""

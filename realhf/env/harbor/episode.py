@@ -1,0 +1,189 @@
+"""An episode of a Harbor task in a container: building it, the agent's commands, the verifier."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from realhf.api.environment import EnvironmentFailure
+from realhf.base.installation import PACKAGE
+from realhf.env.containment.container import CommandResult, Container, ContainerError
+from realhf.env.containment.container_stage import Order
+from realhf.env.harbor.dockerfile import Copy, MakeFolder, Run
+from realhf.env.harbor.task import HarborTask, InvalidReward, parse_reward
+
+_VARIABLES = {
+    "HOME": "/root",
+    "LANG": "C.UTF-8",
+    "TERM": "dumb",
+    "DEBIAN_FRONTEND": "noninteractive",
+}
+"""Environment variables of all commands; a task may set them otherwise."""
+_VERIFY = "chmod +x /tests/test.sh && exec /tests/test.sh"
+_SOLVE = "chmod +x /solution/solve.sh && exec /solution/solve.sh"
+_LOG_BYTES = 2000
+"""Maximum bytes of the output of a verifier or a build that an error quotes."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of an episode, where the task does not set a lower one."""
+
+    command_timeout_s: float
+    """Time in seconds that a command of the agent may take."""
+    output_bytes: int
+    """Maximum bytes of a command's output that the policy reads."""
+    memory_mb: int
+    """Memory of the processes, in MiB."""
+    storage_mb: int
+    """Files that differ from the image, in MiB."""
+    processes: int
+    """Processes and threads."""
+    network: bool
+    """Whether a task that asks for the internet uses the host's network."""
+
+
+class HarborEpisode:
+    """An episode of one task. All methods block; ``interrupt`` may be called from another thread.
+
+    ``EnvironmentFailure`` is raised for everything that is not the agent's doing, so that the
+    episode has no reward.
+    """
+
+    def __init__(self, task: HarborTask, limits: Limits) -> None:
+        self.task = task
+        self._limits = limits
+        self._left_s = task.agent_timeout_s
+        self._container = Container(
+            Order(
+                storage_bytes=min(task.storage_mb, limits.storage_mb) << 20,
+                memory_bytes=min(task.memory_mb, limits.memory_mb) << 20,
+                processes=limits.processes,
+                image=task.image,
+                network=task.network and limits.network,
+                hidden=(str(PACKAGE), str(task.folder.parent)),
+            )
+        )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the agent's time is used up."""
+        return self._left_s <= 0
+
+    def open(self) -> None:
+        """Build the container as the Dockerfile says."""
+        container = self._container
+        try:
+            container.start()
+        except ContainerError as error:
+            raise EnvironmentFailure(
+                "internal",
+                f"a Harbor task cannot be contained here: {error}; it needs Linux 5.14 or later "
+                f"with unprivileged user namespaces and overlayfs in them",
+            ) from None
+        try:
+            container.begin()
+            deadline = time.monotonic() + self.task.build_timeout_s
+            has_run = False
+            for step in self.task.build.steps:
+                if isinstance(step, MakeFolder):
+                    container.make_folder(step.path)
+                elif isinstance(step, Copy):
+                    container.copy_in(step.source, step.target)
+                else:
+                    self._run_step(step, deadline)
+                    has_run = True
+            container.make_folder(self.task.build.folder)
+            if has_run:
+                container.end()
+                container.begin()
+        except (ContainerError, OSError) as error:
+            raise self._failure(f"the container could not be built: {error}") from None
+
+    def run(self, command: str) -> str:
+        """Run a command of the agent and return what it reads."""
+        limit_s = min(self._limits.command_timeout_s, self._left_s)
+        began = time.monotonic()
+        result = self._run(command, limit_s, {})
+        self._left_s -= time.monotonic() - began
+        if result.code is None:
+            return f"{result.output}\n[ended: {result.ended}]".lstrip("\n")
+        if result.code:
+            return f"{result.output.rstrip()}\n[exit code {result.code}]".lstrip("\n")
+        return result.output or "[no output]"
+
+    def solve(self) -> str:
+        """Run the task's solution in place of an agent and return the end of its output. Raises
+        ValueError if it is ended."""
+        assert self.task.solution is not None
+        try:
+            self._container.copy_in(self.task.solution, "/solution")
+        except (ContainerError, OSError) as error:
+            raise self._failure(f"the solution could not be copied: {error}") from None
+        result = self._run(_SOLVE, self.task.agent_timeout_s, self.task.solution_variables)
+        if result.code is None:
+            raise ValueError(f"the solution was ended: {result.ended}")
+        return result.output[-_LOG_BYTES:]
+
+    def verify(self) -> Mapping[str, float]:
+        """End the processes of the agent, run the verifier, and return the rewards by name, among
+        them ``reward``."""
+        container = self._container
+        try:
+            container.end()
+            container.begin(verifying=True)
+            container.copy_in(self.task.tests, "/tests")
+            limit_s = self.task.verifier_timeout_s
+            result = self._run(_VERIFY, limit_s, self.task.verifier_variables)
+            if result.code is None:
+                raise EnvironmentFailure(
+                    "timeout", f"{self.task.name}: the verifier was ended: {result.ended}"
+                )
+            text = container.read("/logs/verifier/reward.txt")
+            mapping = container.read("/logs/verifier/reward.json") if text is None else None
+            return parse_reward(text, mapping)
+        except InvalidReward as error:
+            output = result.output[-_LOG_BYTES:].strip() or "nothing"
+            raise self._failure(f"{error}; exit code {result.code}, output: {output}") from None
+        except (ContainerError, OSError) as error:
+            raise self._failure(f"the verifier could not run: {error}") from None
+
+    def interrupt(self) -> None:
+        """Let a call that runs in another thread fail, without waiting for it."""
+        self._container.interrupt()
+
+    def close(self) -> None:
+        """End the container. Idempotent."""
+        self._container.close()
+
+    def _run_step(self, step: Run, deadline: float) -> None:
+        left_s = max(0.0, deadline - time.monotonic())
+        result = self._container.run(
+            step.words,
+            folder=step.folder,
+            variables={**_VARIABLES, **step.variables},
+            timeout_s=left_s,
+            output_bytes=_LOG_BYTES,
+        )
+        if result.code != 0:
+            how = f"was ended, {result.ended}" if result.ended else f"ends with {result.code}"
+            words = step.words if isinstance(step.words, str) else " ".join(step.words)
+            raise self._failure(f"RUN {words[:80]} {how}: {result.output.strip()}")
+
+    def _run(self, command: str, limit_s: float, variables: Mapping[str, str]) -> CommandResult:
+        build = self.task.build
+        try:
+            return self._container.run(
+                command,
+                folder=str(PurePosixPath(build.folder)),
+                variables={**_VARIABLES, **build.variables, **variables},
+                timeout_s=limit_s,
+                output_bytes=self._limits.output_bytes,
+            )
+        except ContainerError as error:
+            raise EnvironmentFailure("lost", f"{self.task.name}: {error}") from None
+
+    def _failure(self, text: str) -> EnvironmentFailure:
+        return EnvironmentFailure("internal", f"{self.task.name}: {text}")
