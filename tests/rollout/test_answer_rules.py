@@ -4,6 +4,7 @@ where the policy's tokens do, and other rules are checked and counted."""
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,17 +13,26 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from realhf.api.config import GenConfig
+from realhf.api.model import GenOutput, GenRequest
 from realhf.api.rollout import RolloutOutcome
+from realhf.api.source import SampleResult
+from realhf.backends.embedded.generation import EmbeddedGenerator
+from realhf.dataflow.rollouts.metrics import rollout_metrics
+from realhf.monitor.metrics import public_name
 from realhf.rollout.answer_rules import AnswerRules, JsonAnswer, find_stop
 from realhf.rollout.api_errors import ApiError
 from realhf.rollout.episode import EpisodeLimits
+from realhf.rollout.group_player import PlayedGroup
 from realhf.rollout.interface import rollout_statistics
 from realhf.rollout.json_schema import JsonSchema, read_schema
 from realhf.rollout.openai_requests import OpenAiMessage
-from realhf.rollout.openai_sessions import Ending, OpenAiSession
+from realhf.rollout.openai_sessions import Ending, OpenAiSession, OpenAiSessions
 from tests.rollout.black_box import Endpoint, FakeTokens, chat, served, serving, spelt
 
 endpoint_test = pytest.mark.asyncio(loop_scope="module")
@@ -171,6 +181,72 @@ async def test_a_stopped_answer_is_streamed_as_far_as_it_is_shown(endpoint: Endp
         assert outcome_of(session).completion_ids == spelt("aws END")
 
 
+class ModelTokens:
+    """A ``TokenSource`` that samples from a model, in one cache."""
+
+    def __init__(self, model: Any) -> None:
+        self._engine = EmbeddedGenerator(model)
+        self.outputs: list[GenOutput] = []
+
+    async def generate(self, request: GenRequest) -> GenOutput:
+        config = GenConfig(max_new_tokens=24)
+        (output,) = self._engine.generate([request], config, stop_ids=chat().stop_ids, seed=0)
+        self.outputs.append(output)
+        return output
+
+    def free(self, slots: Any) -> None:
+        self._engine.free(slots)
+
+
+@endpoint_test
+async def test_a_real_policy_goes_on_from_the_token_at_which_it_was_stopped() -> None:
+    """The cache holds the tokens that were sampled after it. They have no part in the next turn,
+    whose tokens have the log-probabilities of a whole forward pass over what is trained."""
+    model = small_model(len(chat()._tokenizer))
+    tokens = ModelTokens(model)
+    sessions = OpenAiSessions(chat(), LIMITS)
+    user = OpenAiMessage("user", "task")
+    free = await sessions.open(tokens, slot=3, seed=7).sample([user])
+    stop = next(
+        pair for pair in zip(free.text[4:], free.text[5:], strict=False) if pair < ("~", "~")
+    )
+    session = sessions.open(tokens, slot=3, seed=7)
+    history = [user]
+    for _ in range(2):
+        turn = await session.sample(history, rules=AnswerRules(stop=("".join(stop),)))
+        session.keep(turn)
+        history += [turn.answer, OpenAiMessage("user", "more")]
+    outcome = outcome_of(session)
+    first = session.ledger.branches[0].marks[0].tokens
+    sampled = tokens.outputs[1].token_ids
+    assert sampled == free.ids and 0 < first < len(sampled)
+    assert outcome.completion_ids[:first] == sampled[:first]
+    assert free.text.startswith(outcome.turns[0].text + "".join(stop))
+    assert sum(outcome.loss_mask) > first and len(session.ledger.branches) == 1
+    with torch.no_grad():
+        ids = torch.tensor([outcome.prompt_ids + outcome.completion_ids])
+        log_p = model(input_ids=ids).logits[0].log_softmax(-1)[:-1]
+    expected = log_p.gather(1, ids[0, 1:, None])[len(outcome.prompt_ids) - 1 :, 0]
+    mask = torch.tensor(outcome.loss_mask)
+    torch.testing.assert_close(
+        torch.tensor(outcome.logprobs)[mask], expected[mask], atol=1e-4, rtol=0
+    )
+
+
+def small_model(vocabulary: int) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=24,
+        max_position_embeddings=4096,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
 LETTERS = st.text(st.sampled_from("ab é€"), max_size=12)
 
 
@@ -287,6 +363,13 @@ async def test_the_fraction_of_broken_rules_is_a_metric(endpoint: Endpoint) -> N
     statistics = rollout_statistics([checked, free])
     assert statistics["broken_rules"] == 0.5, "turns of which nothing was asked do not count"
     assert "broken_rules" not in rollout_statistics([free])
+    note = json.dumps(PlayedGroup([checked, free]).statistics())
+    assert rollout_metrics([SampleResult("a", metadata={"rollout": note})])["broken_rules"] == 0.5
+    earlier = json.dumps({**json.loads(note), "broken_rules": []})
+    results = [SampleResult("a", metadata={"rollout": earlier})]
+    assert "broken_rules" not in rollout_metrics(results)
+    for own in ("actor_gen/broken_rules", "rollout/broken_rules"):
+        assert public_name(own) == "rollouts/broken_rules"
 
 
 NOT_SERVED: list[tuple[dict[str, Any], str]] = [
@@ -458,6 +541,14 @@ def test_a_schema_that_is_not_served_is_refused(value: Any, words: str) -> None:
     with pytest.raises(ApiError, match=words) as refused:
         read_schema(value, "field")
     assert (refused.value.status, refused.value.param) == (400, "field")
+
+
+def test_without_the_package_a_schema_is_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    with pytest.raises(ApiError, match=r"pip install .*\[train\]"):
+        schema(title="not seen before")
 
 
 def test_a_check_of_a_hostile_schema_ends_soon() -> None:
