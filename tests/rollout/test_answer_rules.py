@@ -199,6 +199,7 @@ class ModelTokens:
 
 
 @endpoint_test
+@pytest.mark.slow
 async def test_a_real_policy_goes_on_from_the_token_at_which_it_was_stopped() -> None:
     """The cache holds the tokens that were sampled after it. They have no part in the next turn,
     whose tokens have the log-probabilities of a whole forward pass over what is trained."""
