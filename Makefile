@@ -52,7 +52,7 @@ help:
 	@echo "make test-docs  run what the README and the pages print, as it stands but small: 15 to 30 minutes"
 	@echo "make docs     install MkDocs beside it and build the pages as a site, strictly: site/index.html"
 	@echo "make test-trl install TRL beside it and let its GRPOTrainer take two steps with our classes"
-	@echo "make test-verifiers  install verifiers and Gymnasium beside it and train five steps on an environment of each"
+	@echo "make test-verifiers  install verifiers, Gymnasium and reasoning_gym beside it and train five steps on an environment of each"
 	@echo "make test-mcp  install the official MCP SDK beside it and let its client play here"
 	@echo "make test-agents  install anthropic and the OpenAI Agents SDK beside it and let them play, unmodified, against the endpoint"
 	@echo "make test-tinker  install the client tinker beside it and let it train, sample and outlive kills of the server"
@@ -177,7 +177,7 @@ validate-adversarial: install
 test-openenv: install
 	@test -x .venv-openenv/bin/openenv || { $(BIN)/python -m venv .venv-openenv && .venv-openenv/bin/python -m pip install --quiet openenv==0.10.0; }
 	@test -x .venv-openenv-core/bin/openenv || { $(BIN)/python -m venv .venv-openenv-core && .venv-openenv-core/bin/python -m pip install --quiet openenv-core==0.3.0; }
-	$(BIN)/python -m pytest -q -rs tests/interop -k 'not verifiers and not gymnasium'
+	$(BIN)/python -m pytest -q -rs tests/interop -k 'not verifiers and not gymnasium and not reasoning_gym'
 
 test-inspect: install
 	@test -x .venv-inspect/bin/inspect || { $(BIN)/python -m venv .venv-inspect && .venv-inspect/bin/python -m pip install --quiet inspect_ai==0.3.285 pyarrow msgspec omegaconf isal numpy; }
@@ -222,16 +222,16 @@ test-trl: install
 # Training runs in this environment, so it holds the project as well. verifiers needs an older openai, which only our own
 # tests use otherwise.
 .venv-verifiers/.installed: | $(STAMP)
-	@echo "installing verifiers and Gymnasium into .venv-verifiers (two to five minutes)"
+	@echo "installing verifiers, Gymnasium and reasoning_gym into .venv-verifiers (two to five minutes)"
 	$(BIN)/python -m venv .venv-verifiers
 	grep -v '^openai==' constraints.txt > .venv-verifiers/constraints.txt
 	.venv-verifiers/bin/python -m pip install --quiet -c .venv-verifiers/constraints.txt torch==2.13.0
 	.venv-verifiers/bin/python -m pip install --quiet -c .venv-verifiers/constraints.txt -e '.[train]' \
-	  verifiers==0.4.0 textarena==0.7.4 nltk==3.10.4 gymnasium==1.4.0
+	  verifiers==0.4.0 textarena==0.7.4 nltk==3.10.4 gymnasium==1.4.0 reasoning-gym==0.1.25
 	@touch $@
 
 test-verifiers: install .venv-verifiers/.installed
-	$(BIN)/python -m pytest -q -rs tests/interop -k 'verifiers or gymnasium'
+	$(BIN)/python -m pytest -q -rs tests/interop -k 'verifiers or gymnasium or reasoning_gym'
 
 # The SDK is installed beside the project and sees its packages.
 .venv-mcp/.installed: | $(STAMP)

@@ -131,6 +131,7 @@ setup(
         "mlflow": ["mlflow-skinny>=3,<4", "sqlalchemy>=2", "alembic>=1.13"],
         "verifiers": ["verifiers>=0.4,<0.5"],
         "gymnasium": ["gymnasium>=1.0,<2"],
+        "reasoning_gym": ["reasoning-gym>=0.1.25,<0.2"],
         "mcp": ["mcp>=2.3,<3"],
         "tinker": ["tinker>=0.38,<0.39", "peft>=0.19,<0.22"],
     },

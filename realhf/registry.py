@@ -124,6 +124,7 @@ environments = Registry(
         "gymnasium": "realhf.env.adapters.gymnasium_text:DEFINITION",
         "harbor": "realhf.env.harbor.definition:DEFINITION",
         "openenv": "realhf.env.adapters.openenv:DEFINITION",
+        "reasoning_gym": "realhf.env.adapters.reasoning_gym:DEFINITION",
         "sql": "realhf.environments.sql:DEFINITION",
         "verifiers": "realhf.env.adapters.verifiers_environment:DEFINITION",
     },
