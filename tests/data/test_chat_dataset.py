@@ -12,6 +12,7 @@ from realhf.api.chat_template import TemplateChat
 from realhf.api.config import BuiltinModelConfig
 from realhf.backends.builtin_policy import build_builtin_policy
 from realhf.data.chat_dataset import ChatDataset, ChatDatasetSource, conversation_tokens
+from tests.api.chat.families import family_chat
 from tests.api.chat.templates import QWEN3, QWEN25, SMOLLM2
 from tests.api.chat.templates import tokenizer as tokenizer_of
 
@@ -139,6 +140,32 @@ def test_a_row_of_any_environment_is_what_the_template_renders():
     assert again == ids
     said = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call><|im_end|>There.<|im_end|>'
     assert tokenizer.decode([i for i, m in zip(ids, trained, strict=True) if m]) == said
+
+
+@pytest.mark.parametrize(
+    ("family", "after_call", "after_words"),
+    [
+        ("gpt-oss", "<|call|>", "<|return|>"),
+        ("glm4.6", "<|observation|>", "<|user|>"),
+        ("gemma4", "<|tool_response>", "<turn|>"),
+    ],
+)
+def test_a_turn_with_calls_ends_with_the_token_of_its_syntax(
+    family: str, after_call: str, after_words: str
+) -> None:
+    """It is in the loss, and what follows does not repeat it."""
+    chat = family_chat(family)
+    messages = [{k: v for k, v in m.items() if k != "train"} for m in ROW["messages"]]
+    ids, trained = conversation_tokens({**ROW, "messages": messages}, chat)
+    ends = [
+        chat._decode_all([token])
+        for token, is_trained, next_trained in zip(ids, trained, [*trained[1:], False], strict=True)
+        if is_trained and not next_trained
+    ]
+    assert ends == [after_call, after_words]
+    text = chat._decode_all(ids)
+    assert text.count(after_call) == 1
+    assert chat._decode_all(ids[: -len(chat.closing()[:1])]).endswith("There.")
 
 
 def test_the_system_prompt_precedes_a_row():

@@ -137,9 +137,9 @@ def launched(tmp_path: Path, name: str, *more: str) -> list[str]:
     ("name", "more", "refusal"),
     [
         ("qwen3.5", ["actor.warm_start=true"], ""),
-        ("cohere", ["actor.warm_start=true"], "in which the parser 'plain' finds no call"),
+        ("cohere", ["actor.warm_start=true"], "in which the parser 'llama' finds no call"),
         pytest.param(
-            "cohere", [], "in which the parser 'plain' finds no call", marks=pytest.mark.nightly
+            "cohere", [], "in which the parser 'llama' finds no call", marks=pytest.mark.nightly
         ),
         pytest.param("cohere", ["actor.tool_parser=plain"], "", marks=pytest.mark.nightly),
         pytest.param(
