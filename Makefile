@@ -53,7 +53,7 @@ help:
 	@echo "make docs     install MkDocs beside it and build the pages as a site, strictly: site/index.html"
 	@echo "make test-trl install TRL beside it and let its GRPOTrainer take two steps with our classes"
 	@echo "make test-verifiers  install verifiers, Gymnasium and reasoning_gym beside it and train five steps on an environment of each"
-	@echo "make test-mcp  install the official MCP SDK beside it and let its client play here"
+	@echo "make test-mcp  install the official MCP SDK beside it, let its client play here, and play on servers written with it"
 	@echo "make test-agents  install anthropic and the OpenAI Agents SDK beside it and let them play, unmodified, against the endpoint"
 	@echo "make test-tinker  install the client tinker beside it and let it train, sample and outlive kills of the server"
 	@echo "make test-inspect  install Inspect and pyarrow beside it and read exported rollouts with them"
@@ -242,7 +242,7 @@ test-verifiers: install .venv-verifiers/.installed
 	@touch $@
 
 test-mcp: install .venv-mcp/.installed
-	.venv-mcp/bin/python -m pytest -q -rs --run-nightly tests/env/server/test_mcp_clients.py
+	.venv-mcp/bin/python -m pytest -q -rs --run-nightly tests/env/server/test_mcp_clients.py tests/env/adapters/test_mcp.py
 
 # The client is installed beside the project and sees its packages, which the server needs.
 .venv-tinker/.installed: | $(STAMP)

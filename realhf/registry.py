@@ -123,6 +123,7 @@ environments = Registry(
         "files": "realhf.environments.files:DEFINITION",
         "gymnasium": "realhf.env.adapters.gymnasium_text:DEFINITION",
         "harbor": "realhf.env.harbor.definition:DEFINITION",
+        "mcp": "realhf.env.adapters.mcp_tools:DEFINITION",
         "openenv": "realhf.env.adapters.openenv:DEFINITION",
         "reasoning_gym": "realhf.env.adapters.reasoning_gym:DEFINITION",
         "sql": "realhf.environments.sql:DEFINITION",

@@ -59,7 +59,7 @@ ROOMS: dict[str, str] = {
     "rollout": "api base env/loader registry transport web",
     "launch": "api base dataflow env/loader monitor registry scheduler transport",
     "env": "api base env/check env/loader registry",
-    "env/adapters": "api base env env/loader web",
+    "env/adapters": "api base env env/containment env/loader web",
     "aws": "api aws/cli aws/simulator aws/tasks backends/embedded backends/training base env "
     "env/containment "
     "env/server rollout web",

@@ -35,6 +35,7 @@ ELSEWHERE = {
 LAUNCHED = {
     r"env=openenv": "asks a server that does not run; make test-openenv",
     r"env=(gymnasium|verifiers|reasoning_gym)": "needs packages of others; make test-verifiers",
+    r"env.path=mcp:": "needs a package of others; make test-mcp",
     r"reward_model.path=runs/": "takes what another run trained",
     r"recover_mode=resume": "goes on from a checkpoint, which there is none of",
     r"experiment=(NAME|mine|focal|\.\.\.)( |$)": "stands for any experiment",

@@ -41,8 +41,8 @@ _MAX_LINKS = 50
 
 
 def environment_folders(reference: str) -> list[Path]:
-    """Return the folder of the file in ``file.py:Name``; no folder for a registered name or a
-    module."""
+    """Return the folder of the file in ``file.py:Name``; no folder for a registered name, a module,
+    or an environment that is named with its option."""
     file = None if split_scheme(reference) else split_reference(reference).file
     return [file.parent] if file else []
 

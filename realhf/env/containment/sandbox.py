@@ -373,7 +373,7 @@ class ProcessGuard:
             verify_containment()
 
 
-_PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
+PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
 """Folders searched for bubblewrap, instead of those in PATH."""
 _SYSTEM = (
     "/usr",
@@ -389,11 +389,13 @@ _SYSTEM = (
 _PROBE_TIMEOUT_S = 20.0
 """Timeout in seconds for a test run of Python in bubblewrap."""
 _NAMESPACES = (
-    "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-net", "--unshare-uts", "--die-with-parent",
+    "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--die-with-parent",
     "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534",
 )  # fmt: skip
 """Options of bubblewrap: new namespaces, no capabilities, an unprivileged user, death with the
 parent."""
+_NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl")
+"""Paths of the host that a program with a network needs."""
 _CLEANUP_SCRIPT = '"$@" && /bin/rm -rf -- "$0"'
 """Shell program that runs a command and removes a folder once the command has succeeded.
 
@@ -406,7 +408,7 @@ the zygote has exited.
 def find_bubblewrap() -> Path | None:
     """Return the path of bubblewrap; None if it is not installed, or if Python does not start in it
     with the options that are used here."""
-    program = shutil.which("bwrap", path=_PROGRAM_PATH)
+    program = shutil.which("bwrap", path=PROGRAM_PATH)
     if program is None:
         return None
     probe = [
@@ -431,6 +433,10 @@ def sandbox_command(
     parts: Sequence[str] = (),
     writable: Sequence[Path] = (),
     private: Sequence[Path] = (),
+    readable: Sequence[Path] = (),
+    *,
+    network: bool = False,
+    start: Path = Path("/"),
 ) -> list[str]:
     """Return the words to put before the command of one of this package's Python programs so that
     it runs in bubblewrap.
@@ -438,24 +444,29 @@ def sandbox_command(
     parts: files and folders of this package, relative to it, that are visible. The rest of the
     package is hidden, so that code that escapes the interpreter's hooks finds neither tasks nor
     answers. writable: folders of the host that can be changed. private: folders that are empty and
-    belong to the sandbox. Inherited descriptors keep working.
+    belong to the sandbox. readable: further files and folders of the host that are visible.
+    network: whether the host's network can be used. start: the working folder. Inherited
+    descriptors keep working.
     """
     python = {
         sys.base_prefix,
         sys.prefix,
         *(root for root in package_roots() if os.path.isdir(root)),
     }
-    words = [str(program), *_NAMESPACES, "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
-    for path in _SYSTEM:
+    words = [str(program), *_NAMESPACES, *([] if network else ["--unshare-net"])]
+    words += ["--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
+    for path in (*_SYSTEM, *(_NETWORK_FILES if network else ())):
         words += ["--ro-bind-try", path, path]
     for path in sorted(python):  # in this order a folder precedes the folders inside it
         words += ["--ro-bind", path, path]
     words += _hide_package(parts)
+    for path in readable:
+        words += ["--ro-bind", str(path), str(path)]
     for path in writable:
         words += ["--bind", str(path), str(path)]
     for path in private:
         words += ["--tmpfs", str(path)]
-    return [*words, "--remount-ro", "/", "--chdir", "/"]
+    return [*words, "--remount-ro", "/", "--chdir", str(start)]
 
 
 def hide_folder(folder: str) -> list[str]:

@@ -68,9 +68,9 @@ MAX_PROBLEMS = 8
 """Maximum number of option errors listed in one message."""
 
 
-SCHEMES = frozenset({"harbor"})
+SCHEMES = frozenset({"harbor", "mcp"})
 """Registered environments that a reference may name together with the option that they need, such
-as ``harbor:FOLDER``."""
+as ``harbor:FOLDER`` and ``mcp:COMMAND``."""
 
 
 def split_scheme(reference: str) -> tuple[str, str] | None:
@@ -82,9 +82,9 @@ def split_scheme(reference: str) -> tuple[str, str] | None:
 
 def load_definition(reference: str) -> EnvironmentDefinition:
     """Return the definition of the environment that ``reference`` names: a registered name,
-    ``file.py:Name``, ``package.module:Name``, ``file.py`` if it defines exactly one environment, or
-    ``harbor:`` with the folder of Harbor tasks. The reference of a mixture is a list of these
-    (``mixture_reference``).
+    ``file.py:Name``, ``package.module:Name``, ``file.py`` if it defines exactly one environment,
+    ``harbor:`` with the folder of Harbor tasks, or ``mcp:`` with the command or address of an MCP
+    server. The reference of a mixture is a list of these (``mixture_reference``).
 
     Raises ValueError whose message is one sentence that says what is wrong and where.
     """

@@ -17,6 +17,7 @@ from realhf.api.environment import (
     EnvironmentDefinition,
     EnvironmentSpec,
     Opening,
+    TaskSet,
     Turn,
 )
 from realhf.api.option import option
@@ -80,20 +81,7 @@ def build_verifier(function: Callable[..., Any]) -> EnvironmentDefinition:
         """Build the EnvironmentSpec for these options. Raises ValueError without a data
         set."""
         threads = Threads(function.__name__)
-        check = partial(_check_row, verifier, options.prompt_column)
-        if tasks_source:
-            tasks = build_task_sets(
-                tasks_source, function.__name__, options, seeded=False, check=check
-            )
-        elif not options.data:
-            raise ValueError(
-                f"{function.__name__} judges answers, so it needs questions: set env.data"
-            )
-        else:
-            rows = extract_row_options(options)
-            base_folder = Path(source_file(function)).parent
-            key = lambda row: row[options.prompt_column]
-            tasks = load_task_sets(rows, base_folder, seeded=False, check=check, key=key)
+        tasks = load_questions(verifier, options)
         return EnvironmentSpec(
             function.__name__,
             lambda _: VerifierEnvironment(verifier, options.prompt_column, threads),
@@ -102,6 +90,24 @@ def build_verifier(function: Callable[..., Any]) -> EnvironmentDefinition:
         )
 
     return EnvironmentDefinition(VerifierOptions if tasks_source else DatasetOptions, build)
+
+
+def load_questions(verifier: Verifier, options: Any) -> Callable[[str], TaskSet]:
+    """Return the function from split to task set of a verifier, for options with
+    ``prompt_column`` and those of ``RowOptions``, if the verifier's module has no ``tasks(split)``.
+
+    Raises ValueError without a data set, and for rows that the verifier cannot judge.
+    """
+    function = verifier.function
+    check = partial(_check_row, verifier, options.prompt_column)
+    if not getattr(options, "data", "") and (source := tasks_function(function)):
+        return build_task_sets(source, function.__name__, options, seeded=False, check=check)
+    if not options.data:
+        raise ValueError(f"{function.__name__} judges answers, so it needs questions: set env.data")
+    rows = extract_row_options(options)
+    base_folder = Path(source_file(function)).parent
+    key = lambda row: row[options.prompt_column]
+    return load_task_sets(rows, base_folder, seeded=False, check=check, key=key)
 
 
 def is_verifier(value: Any) -> bool:
