@@ -53,6 +53,7 @@ def python(container: Container, code: str, timeout_s: float = 10.0) -> CommandR
     return run(container, f"python3 - <<'END'\n{code}\nEND", timeout_s)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "command",
     [
@@ -78,6 +79,7 @@ def test_user_0_of_the_container_is_not_root(container: Container, command: str)
     assert run(container, "true").code == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
@@ -97,6 +99,7 @@ def test_the_kernel_refuses(container: Container, code: str, reason: str) -> Non
     run(container, "rm -f /tmp/large")
 
 
+@pytest.mark.nightly
 def test_memory_is_limited_over_all_processes(container: Container) -> None:
     """Four processes take less than the limit each, but more together; one takes shared memory,
     which no limit of a process counts."""
@@ -179,6 +182,7 @@ def is_running(command: str) -> bool:
     return subprocess.run(["pgrep", "-fx", command], capture_output=True).returncode == 0
 
 
+@pytest.mark.nightly
 def test_an_interrupted_container_ends(container: Container) -> None:
     own = Container(order())
     own.start()
@@ -193,6 +197,7 @@ def test_an_interrupted_container_ends(container: Container) -> None:
     assert not is_running("sleep 4343")
 
 
+@pytest.mark.nightly
 def test_an_unpacked_image_is_the_root(container: Container, tmp_path: Path) -> None:
     """The image has the tools of a static shell only where one is installed; here it borrows those
     of the container, copied with what they are linked to."""
@@ -230,6 +235,7 @@ def copy_program(path: str, image: Path) -> None:
             (image / name).symlink_to(f"usr/{name}")
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_built_is_refused(container: Container) -> None:
     with pytest.raises(ContainerError, match="No such file"):
         Container(order(image="/nonexistent")).start()

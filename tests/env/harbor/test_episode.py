@@ -23,6 +23,7 @@ def test_an_agent_works_in_a_shell_and_the_verifier_pays(write_task: WriteTask, 
     assert turns[-1].metrics["success"] == 1.0
 
 
+@pytest.mark.nightly
 def test_nothing_done_earns_nothing(write_task: WriteTask, play: Play) -> None:
     (turn,) = play(write_task())
     assert turn.done
@@ -50,6 +51,7 @@ def test_a_verifier_without_a_reward_is_a_failure_and_no_zero(
     assert failure.value.kind == "internal"
 
 
+@pytest.mark.nightly
 def test_a_slow_verifier_is_a_failure(write_task: WriteTask, play: Play) -> None:
     folder = write_task(toml="[verifier]\ntimeout_sec = 0.3\n", test="sleep 30")
     with pytest.raises(
@@ -59,6 +61,7 @@ def test_a_slow_verifier_is_a_failure(write_task: WriteTask, play: Play) -> None
     assert failure.value.kind == "timeout"
 
 
+@pytest.mark.nightly
 def test_the_agents_time_is_that_of_its_commands(write_task: WriteTask, play: Play) -> None:
     folder = write_task(toml="[agent]\ntimeout_sec = 0.5\n")
     turns = play(folder, "echo right > answer; sleep 30")
@@ -67,6 +70,7 @@ def test_the_agents_time_is_that_of_its_commands(write_task: WriteTask, play: Pl
     assert turns[-1].reward == 1.0
 
 
+@pytest.mark.nightly
 def test_the_last_turn_is_verified(write_task: WriteTask, play: Play) -> None:
     turns = play(write_task(), "true", "echo right > answer", "echo wrong > answer", max_turns=2)
     assert len(turns) == 2
@@ -86,7 +90,7 @@ REDIRECT_ALL = "rm -r /logs; mkdir -p /paid/verifier; ln -s /paid /logs; ln -s /
 SURVIVE = "setsid nohup sh -c 'sleep 0.2; echo right > /app/answer' > /dev/null 2>&1 &"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("command", [PAY_SELF, REDIRECT, REDIRECT_ALL, SURVIVE])
 def test_an_agent_cannot_pay_itself(command: str, write_task: WriteTask, play: Play) -> None:
     folder = write_task(
@@ -145,12 +149,14 @@ def test_the_dockerfile_is_followed(write_task: WriteTask, play: Play) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_a_build_that_fails_names_its_command(write_task: WriteTask, play: Play) -> None:
     folder = write_task(dockerfile="FROM debian:12\nRUN echo broken >&2; exit 7\n")
     with pytest.raises(EnvironmentFailure, match=r"RUN echo broken.* ends with 7: broken"):
         play(folder)
 
 
+@pytest.mark.nightly
 def test_several_numbers_are_components_of_the_reward(write_task: WriteTask, play: Play) -> None:
     folder = write_task(
         test="""echo '{"reward": 0.5, "speed": 0.25}' > /logs/verifier/reward.json"""
