@@ -6,14 +6,13 @@ tmpfs, so they end with the process. A *stage* is a PID namespace in which comma
 root. When a stage ends, the kernel ends all of its processes, so that nothing of one stage runs
 in the next.
 
-Messages on the control socket, of the type SOCK_SEQPACKET, are JSON. The first is the ``Order``; then ``{"begin":
-verifying}``, sent with the socket of the new stage, and ``{"end": null}``. Each is answered by
-``{}`` or ``{"error": reason}``. The process ends when the socket is closed at the
-other end.
+Messages on the control socket, of the type SOCK_SEQPACKET, are JSON. The first is the ``Order``;
+then ``{"begin": verifying}``, sent with the socket of the new stage, and ``{"end": null}``. Each is
+answered by ``{}`` or ``{"error": reason}``. The process ends when the socket is closed at the other
+end.
 
-No command has more than the capabilities that
-``container_stage`` keeps, and a system call filter keeps it from
-namespaces and mounts. Linux 5.14 or later.
+No command has more than the capabilities that ``container_stage`` keeps, and a system call filter
+keeps it from namespaces and mounts. Linux 5.14 or later.
 """
 
 from __future__ import annotations
