@@ -255,12 +255,13 @@ test-mcp: install .venv-mcp/.installed
 test-tinker: install .venv-tinker/.installed
 	.venv-tinker/bin/python -m pytest -q -rs --run-nightly tests/tinker tests/web/test_four_servers.py
 
-# Agents' packages are installed beside the project and see it; their own versions of shared packages come first.
+# Agents' packages are installed beside the project and see it; the OpenAI Agents SDK needs an older websockets.
 .venv-agents/.installed: | $(STAMP)
 	@echo "installing anthropic and openai-agents into .venv-agents (half a minute)"
 	$(BIN)/python -m venv .venv-agents
 	@$(call see_project,.venv-agents)
-	.venv-agents/bin/python -m pip install --quiet anthropic==2.10.0 openai-agents==0.24.0
+	grep -v '^websockets==' constraints.txt > .venv-agents/constraints.txt
+	.venv-agents/bin/python -m pip install --quiet -c .venv-agents/constraints.txt anthropic==2.10.0 openai-agents==0.24.0
 	@touch $@
 
 test-agents: install .venv-agents/.installed
