@@ -181,7 +181,7 @@ class CountRequest(BaseModel):
         are not served."""
         check_fields(self.model_extra, self.ignored, _REFUSED)
         messages: list[OpenAiMessage] = []
-        if self.system:
+        if self.system not in (None, "", []):
             text = read_text(self.system, "system", ("text",), joiner=_JOINER)
             messages.append(OpenAiMessage("system", text))
             check_message(messages[0], "system")

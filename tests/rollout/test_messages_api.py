@@ -293,6 +293,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (message_of(CALL | {"input": 3}, "assistant"), "messages.0.content.0.input"),
     ({"messages": [USER, {"role": "assistant", "content": "The answer is"}]}, "prefilled"),
     ({"system": [IMAGE]}, "system"),
+    ({"system": {}}, "system"),
+    ({"system": "\ud800"}, "system"),
     ({"tools": [WEB]}, "tools.0.type"),
     ({"tools": [{"name": "f"}]}, "tools.0.input_schema"),
     ({"tools": CUSTOM * 129}, "tools"),
