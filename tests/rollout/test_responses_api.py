@@ -131,6 +131,7 @@ async def play(ask: Any, resent: Resend | None, stream: bool) -> list[Response]:
     return said
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(
     "resent",
