@@ -320,7 +320,7 @@ def main() -> int:
             if folder is None:
                 folder = builtin_folder(Path(stack.enter_context(tempfile.TemporaryDirectory())))
             elif not folder.exists():
-                print(f"no {folder}: `make model` makes it", file=sys.stderr)
+                print(f"no {folder}: run `make model` to create it", file=sys.stderr)
                 return 2
             print(
                 f"{name}: {case.prompts} prompts x {case.group} rollouts x {case.tokens} tokens, "

@@ -108,9 +108,9 @@ class Config(sft.Config):
     """sft.Config plus the sections ``ppo``, ``critic``, ``teacher`` and ``reward_model``."""
 
     ppo: PolicyGradientOptions = section(PolicyGradientOptions)
-    critic: CriticConfig = section(CriticConfig, idle=NO_CRITIC)
-    teacher: TeacherConfig = section(TeacherConfig, idle=NO_TEACHER)
-    reward_model: RewardModelConfig = section(RewardModelConfig, idle=NO_REWARD_MODEL)
+    critic: CriticConfig = section(CriticConfig, unused_because=NO_CRITIC)
+    teacher: TeacherConfig = section(TeacherConfig, unused_because=NO_TEACHER)
+    reward_model: RewardModelConfig = section(RewardModelConfig, unused_because=NO_REWARD_MODEL)
 
     def problems(self, name: str) -> Iterator[str]:
         """Yield a message for each of these: group or minibatch sizes that do not divide their

@@ -53,14 +53,14 @@ class PreferenceOptions:
         0.1,
         "DPO beta; larger values keep the policy closer to the reference.",
         above=0,
-        idle=_DPO_ONLY,
+        unused_because=_DPO_ONLY,
     )
     smoothing: float = option(
         0.0,
         "DPO label smoothing: the assumed fraction of pairs whose preference is reversed.",
         at_least=0,
         at_most=0.49,
-        idle=_DPO_ONLY,
+        unused_because=_DPO_ONLY,
     )
     player: str | None = option(
         None,
@@ -69,7 +69,7 @@ class PreferenceOptions:
         "Defaults to first, or to current with LoRA (actor.lora.rank), whose reference cannot "
         "sample.",
         choices=PLAYERS,
-        idle=_DPO_ONLY,
+        unused_because=_DPO_ONLY,
     )
     center: float = option(
         0.01,
@@ -77,7 +77,7 @@ class PreferenceOptions:
         "centres the scores "
         "around 0.",
         at_least=0,
-        idle="only a reward model has scores of its own (experiment=reward_model)",
+        unused_because="only a reward model has scores of its own (experiment=reward_model)",
     )
 
 

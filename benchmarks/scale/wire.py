@@ -16,9 +16,9 @@ Receive = Callable[[int, list[bytes]], None]
 class Wires:
     """Event loop for all connections of the process, based on epoll."""
 
-    def __init__(self, most_sockets: int) -> None:
+    def __init__(self, max_sockets: int) -> None:
         self.context = zmq.Context(io_threads=1)
-        self.context.set(zmq.MAX_SOCKETS, most_sockets)
+        self.context.set(zmq.MAX_SOCKETS, max_sockets)
         self._epoll = select.epoll()
         self._drains: dict[int, Callable[[], None]] = {}
         self.due: set[int] = set()

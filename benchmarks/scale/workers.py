@@ -72,7 +72,7 @@ class Part:
         self._args = args
         self._run = args.run_id
         self._rng = random.Random(args.part)
-        self._wires = Wires(most_sockets=args.lines + 3 * args.rpc_lines + 16)
+        self._wires = Wires(max_sockets=args.lines + 3 * args.rpc_lines + 16)
         names = [f"rollout_worker/{args.first + n}" for n in range(args.workers)]
         self._workers = [Simulated(name, free=args.slots) for name in names]
         self._by_session = {worker.session: n for n, worker in enumerate(self._workers)}

@@ -62,7 +62,7 @@ class PolicyGradientOptions:
     Off-policy tokens (docs/reference/dataflow.md 10): with ``use_decoupled_loss`` the ratio is
     clipped against the proximal policy, the weights at the start of the train step, and every token
     is weighted by its proximal over its behaviour probability. Alternatively, ``recompute_logprob``
-    replaces the behaviour log-probabilities by the proximal ones. That is the default for a
+    replaces the behaviour log-probabilities with the proximal ones. That is the default for a
     sequence ratio (gspo), whose clip range is narrower than the mismatch between the
     log-probabilities of generator and trainer. If these differ by more than rounding (older
     weights, another program, bfloat16), the decoupled objective is the default: with one update per
@@ -84,7 +84,7 @@ class PolicyGradientOptions:
         None,
         "k of adv_estimator=pass_at_k: number of attempts at a task of which the best one counts.",
         at_least=2,
-        idle="only adv_estimator=pass_at_k compares sets of attempts",
+        unused_because="only adv_estimator=pass_at_k compares sets of attempts",
     )
     loss: str | None = option(None, "Policy loss of a token.", registry="policy_losses")
     ratio: str | None = option(
@@ -120,7 +120,7 @@ class PolicyGradientOptions:
         "Without it ppo.kl_ctl is "
         "constant.",
         above=0,
-        idle=_NO_KL_REWARD,
+        unused_because=_NO_KL_REWARD,
     )
     kl_horizon: float = option(
         10000.0,
@@ -128,13 +128,13 @@ class PolicyGradientOptions:
         "ppo.kl_ctl has changed "
         "by about its own size times the relative error.",
         above=0,
-        idle="there is no ppo.kl_target",
+        unused_because="there is no ppo.kl_target",
     )
     kl_estimator: str | None = option(
         None,
         "KL estimator (Schulman 2020), for the KL in the reward and in the loss.",
         choices=KL_ESTIMATORS,
-        idle=_NO_KL,
+        unused_because=_NO_KL,
     )
     rl_weight: float | None = option(
         None,
@@ -165,7 +165,7 @@ class PolicyGradientOptions:
         "Maximum number of tokens that feedback adds to a prompt, within rollout.max_total_tokens; "
         "by default 256.",
         at_least=16,
-        idle="there is no feedback (ppo.feedback)",
+        unused_because="there is no feedback (ppo.feedback)",
     )
     entropy_coef: float = option(0.0, "Coefficient of the entropy bonus in the loss.", at_least=0)
     adv_norm: bool | None = option(None, "Normalise the advantages over the batch.")
@@ -189,7 +189,7 @@ class PolicyGradientOptions:
         None,
         "Weight of the step-level advantage with ppo.credit=state, by default 1.",
         above=0,
-        idle="only ppo.credit=state compares turns by their states",
+        unused_because="only ppo.credit=state compares turns by their states",
     )
     discount: float | None = option(
         None,
@@ -204,7 +204,7 @@ class PolicyGradientOptions:
         "Lambda of adv_estimator=gae: 1 uses the whole return, 0 only the next value.",
         at_least=0,
         at_most=1,
-        idle="only adv_estimator=gae has values",
+        unused_because="only adv_estimator=gae has values",
     )
     use_decoupled_loss: bool | None = option(
         None,
@@ -280,7 +280,7 @@ class PolicyGradientOptions:
     )
     dynamic_sampling: float | None = option(
         None,
-        "Replace groups whose rewards are all equal by additional groups before the step trains: "
+        "Replace groups whose rewards are all equal with additional groups before the step trains: "
         "maximum number of "
         "additional groups, in multiples of the groups of a step. 0 keeps all groups.",
         at_least=0,

@@ -293,8 +293,8 @@ def _apply_correction(config: PolicyGradientOptions) -> PolicyGradientOptions:
             f"one"
         )
     correction = CORRECTIONS[config.correction].options if config.correction is not None else {}
-    idle = _WEIGHT_BOUNDS if config.behav_imp_weight_mode == "none" else ()
-    unset = [name for name in correction if name not in idle and getattr(config, name) is None]
+    unused = _WEIGHT_BOUNDS if config.behav_imp_weight_mode == "none" else ()
+    unset = [name for name in correction if name not in unused and getattr(config, name) is None]
     return replace(config, **{name: correction[name] for name in unset})
 
 
@@ -443,8 +443,8 @@ def _find_ineffective_options(
             for name in _WEIGHT_BOUNDS
         ),
     ]
-    for name, idle, why in rules:
-        if idle and getattr(config, name) != getattr(PolicyGradientOptions, name):
+    for name, is_unused, why in rules:
+        if is_unused and getattr(config, name) != getattr(PolicyGradientOptions, name):
             yield f"{name} has no effect {why}" + ("" if ": " in why else ": remove it")
     if decoupled and recomputed:
         yield (

@@ -38,9 +38,8 @@ class CriticOptions:
         "standard deviations with "
         "critic.value_norm. null disables clipping.",
         above=0,
-        idle="predictions are clipped only from the second update of a step on, and the critic "
-        "makes one "
-        "(critic.n_minibatches times critic.sample_reuse is 1)",
+        unused_because="predictions are clipped only from the second update of a step on, "
+        "and the critic makes one (critic.n_minibatches times critic.sample_reuse is 1)",
     )
     n_minibatches: int | None = option(
         None,
@@ -96,7 +95,8 @@ class RewardModelConfig(ModelConfig):
         at_most=1,
     )
     optimizer: CriticOptimizerConfig = section(
-        CriticOptimizerConfig, idle="a reward model in a folder trains no more"
+        CriticOptimizerConfig,
+        unused_because="a reward model that is loaded from a folder is not trained",
     )
 
     def problems(self, name: str) -> Iterator[str]:
@@ -117,7 +117,7 @@ class CriticConfig(CriticOptions, ModelConfig):
     )
     optimizer: CriticOptimizerConfig = section(CriticOptimizerConfig)
     lora: LoraConfig = section(
-        LoraConfig, idle="a critic trains all its weights, its value head with them"
+        LoraConfig, unused_because="a critic trains all its weights, including its value head"
     )
     warmup_steps: int = option(
         0,

@@ -42,13 +42,13 @@ _REQUIRED_BY = MappingProxyType(
     {
         "packed_ref_logprobs": "a KL term (kl_ctl, kl_loss_coef)",
         "seq_no_eos_mask": "ppo.mask_too_long",
-        "proximal_logprobs": "ppo.prox_logp_method=actor_inf (the call actor_inf makes it; or use "
-        "recompute)",
+        "proximal_logprobs": "ppo.prox_logp_method=actor_inf (the call actor_inf computes it; "
+        "or use recompute)",
         "packed_logprobs": "ppo.kl_ctl",
         "packed_versions": "ppo.prox_logp_method=loglinear",
-        "teacher_logprobs": "ppo.distill_weight (the call teacher_inf makes it)",
-        FEEDBACK_RATIOS: "ppo.feedback (the call feedback_inf makes it)",
-        "values": "ppo.adv_estimator=gae (the call critic_inf makes it: experiment=ppo)",
+        "teacher_logprobs": "ppo.distill_weight (the call teacher_inf computes it)",
+        FEEDBACK_RATIOS: "ppo.feedback (the call feedback_inf computes it)",
+        "values": "ppo.adv_estimator=gae (the call critic_inf computes it: experiment=ppo)",
         **dict.fromkeys(TURN_KEYS, "ppo.credit=turn, or a ppo.loss_agg by turn,"),
         TURN_KEYS[2]: "ppo.credit=state",
     }

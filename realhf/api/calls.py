@@ -372,7 +372,7 @@ class ExportRequest(Message, frozen=True):
 
 
 class KeepExportRequest(Message, frozen=True):
-    """Request to replace the folder ``target`` by the exported ``folder``."""
+    """Request to replace the folder ``target`` with the exported ``folder``."""
 
     folder: str
     """Exported folder."""

@@ -107,9 +107,9 @@ class TemplateChat:
             )
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
-        if idle := find_unread_variables(tokenizer.get_chat_template(), self._template_kwargs):
+        if unread := find_unread_variables(tokenizer.get_chat_template(), self._template_kwargs):
             raise ChatTemplateError(
-                f"chat_template_kwargs: the chat template does not read {', '.join(idle)}"
+                f"chat_template_kwargs: the chat template does not read {', '.join(unread)}"
             )
         with_tools = tokenizer.get_chat_template(tools=[{}])
         self.family = detect_family(with_tools) if tool_parser == AUTO else tool_parser

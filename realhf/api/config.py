@@ -108,21 +108,21 @@ class LoraConfig:
         32.0,
         "LoRA alpha: an adapter's output is scaled by alpha / rank.",
         above=0,
-        idle=_NO_ADAPTERS,
+        unused_because=_NO_ADAPTERS,
     )
     targets: list[str] = option(
         [],
         "Linear layers that get adapters, by name or suffix, e.g. [q_proj, v_proj]; empty means "
         "all linear layers "
         "of the blocks.",
-        idle=_NO_ADAPTERS,
+        unused_because=_NO_ADAPTERS,
     )
     dropout: float = option(
         0.0,
         "Dropout on the inputs of the adapters during training; supervised training only.",
         at_least=0,
         at_most=0.9,
-        idle=_NO_ADAPTERS,
+        unused_because=_NO_ADAPTERS,
     )
 
     def if_enabled(self) -> LoraConfig | None:
@@ -147,8 +147,8 @@ class ModelConfig:
         "Fine-tune the model of actor.path on demonstrations first, as configured in warm_start; "
         "the built-in "
         "policy always is.",
-        idle="it applies to pretrained models, in experiments that do not train on demonstrations "
-        "themselves",
+        unused_because="it applies to pretrained models, in experiments that do not train on "
+        "demonstrations themselves",
     )
     workers: list[int] = option(
         [0], "Indices of the model workers that hold the model.", at_least=0, on_resume="free"
@@ -184,7 +184,7 @@ class ModelConfig:
         "Allow training a mixture of experts, without the router's auxiliary loss and with the "
         "trainer's own "
         "routing, which can differ from the generator's in bfloat16.",
-        idle="the model is the actor's, so actor.experts applies",
+        unused_because="the model is the actor's, so actor.experts applies",
     )
     chat_template_kwargs: dict[str, Any] = option(
         {},
@@ -196,7 +196,8 @@ class ModelConfig:
         "Syntax in which the policy's tool calls are parsed (docs/extend/tool_syntax.md); auto "
         "detects it from the chat template, plain parses none.",
         choices=(AUTO, *FAMILIES),
-        idle="the model generates no episodes; actor.tool_parser configures the one that does",
+        unused_because="the model generates no episodes; actor.tool_parser configures the one "
+        "that does",
     )
     optimizer: OptimizerConfig = section(OptimizerConfig)
     lora: LoraConfig = section(LoraConfig)
@@ -640,7 +641,7 @@ class AsyncConfig:
         False,
         "Generate rollouts while the trainer trains. If false, each step generates its own "
         "episodes first.",
-        idle="no rollouts can run while it trains",
+        unused_because="no rollouts can run while it trains",
     )
     max_head_offpolicyness: int = option(
         1,
@@ -773,14 +774,17 @@ class StreamConfig:
         on_resume="free",
     )
     host: str = option(
-        "127.0.0.1", "Address that a started server listens on.", idle=_OURS, on_resume="free"
+        "127.0.0.1",
+        "Address that a started server listens on.",
+        unused_because=_OURS,
+        on_resume="free",
     )
     port: int = option(
         8000,
         "Port that a started server listens on; 0 means any free port.",
         at_least=0,
         at_most=65535,
-        idle=_OURS,
+        unused_because=_OURS,
         on_resume="free",
     )
     max_staleness: int | None = option(
@@ -1098,14 +1102,15 @@ class ExperimentConfig:
     ref: ReferenceConfig = section(
         ReferenceConfig,
         on_resume="free",
-        idle="without a KL term (ppo.kl_ctl, ppo.kl_loss_coef) there is no reference model",
+        unused_because="without a KL term (ppo.kl_ctl, ppo.kl_loss_coef) there is no reference "
+        "model",
     )
     builtin: BuiltinModelConfig = section(
-        BuiltinModelConfig, idle="it configures the model of actor.path=builtin"
+        BuiltinModelConfig, unused_because="it configures the model of actor.path=builtin"
     )
     warm_start: WarmStartConfig = section(
         WarmStartConfig,
-        idle="only actor.path=builtin (in environments with a scripted solver) and "
+        unused_because="only actor.path=builtin (in environments with a scripted solver) and "
         "actor.warm_start=true have a warm "
         "start",
     )
@@ -1116,7 +1121,7 @@ class ExperimentConfig:
     rollout: RolloutConfig = section(RolloutConfig)
     stream: StreamConfig = section(StreamConfig)
     async_rl: AsyncConfig = section(
-        AsyncConfig, idle="it needs async_rl.enabled=true, which grpo_async sets"
+        AsyncConfig, unused_because="it needs async_rl.enabled=true, which grpo_async sets"
     )
     evaluation: EvaluationConfig = section(EvaluationConfig, on_resume="warns")
     exp_ctrl: CheckpointConfig = section(CheckpointConfig, on_resume="free")

@@ -41,8 +41,8 @@ REFERENCE = "FILE.py:NAME"
 """Form in which the command line names a custom component."""
 _KEY = "option"
 """Key of the ``Option`` in a field's metadata."""
-_IDLE = "idle"
-"""Key of a section's ``idle`` text in a field's metadata."""
+_UNUSED_BECAUSE = "unused_because"
+"""Key of a section's ``unused_because`` text in a field's metadata."""
 _ON_RESUME = "on_resume"
 """Key of a section's ``on_resume`` in a field's metadata."""
 
@@ -67,8 +67,9 @@ class Option:
     """Whether ``FILE.py:NAME`` is allowed in addition to ``choices`` or ``registry``."""
     retired: Mapping[str, str] = field(default_factory=dict)
     """Values that are no longer allowed, with advice on what to use instead."""
-    idle: str = ""
-    """Explanation for the error message about an option that was set but has no effect."""
+    unused_because: str = ""
+    """Reason why the option may have no effect, such as ``only adv_estimator=gae has values``. The
+    error about an option that was set but not read ends with it."""
     on_resume: OnResume | None = None
     """Effect of a changed value on resume; None to inherit it from the section."""
 
@@ -131,7 +132,7 @@ def option(
     registry: str = "",
     reference: bool = False,
     retired: Mapping[str, str] = {},
-    idle: str = "",
+    unused_because: str = "",
     on_resume: OnResume | None = None,
 ) -> Any:
     """Return a dataclass field for an option. The arguments are the fields of ``Option``.
@@ -148,7 +149,7 @@ def option(
         registry,
         reference,
         retired,
-        idle,
+        unused_because,
         on_resume,
     )
     metadata = {_KEY: properties}
@@ -158,15 +159,20 @@ def option(
 
 
 def section(
-    kind: type[Any], *, idle: str = "", on_resume: OnResume | None = None, **changed: Any
+    kind: type[Any],
+    *,
+    unused_because: str = "",
+    on_resume: OnResume | None = None,
+    **defaults: Any,
 ) -> Any:
     """Return a dataclass field for a section of the class ``kind``.
 
-    ``changed`` contains defaults that differ from those of ``kind``. ``idle`` and ``on_resume``
-    apply to all options of the section that do not set them.
+    ``defaults`` replaces defaults of ``kind``. ``unused_because`` and ``on_resume`` (see
+    ``Option``) apply to all options of the section that do not set them.
     """
     return field(
-        default_factory=lambda: kind(**changed), metadata={_IDLE: idle, _ON_RESUME: on_resume}
+        default_factory=lambda: kind(**defaults),
+        metadata={_UNUSED_BECAUSE: unused_because, _ON_RESUME: on_resume},
     )
 
 
@@ -196,23 +202,30 @@ def _add_field(base: type[Any], name: str, kind: type[Any], default: Any) -> typ
 
 
 def walk(
-    config: Any, name: str = "", idle: str = "", on_resume: OnResume = "refuses"
+    config: Any, name: str = "", unused_because: str = "", on_resume: OnResume = "refuses"
 ) -> Iterator[NamedOption]:
     """Yield all options of a section and its subsections, in the order of the fields.
 
-    Options inherit ``idle`` and ``on_resume`` from their sections. A field that was not created by
-    ``option`` has an empty description."""
+    Options inherit ``unused_because`` and ``on_resume`` from their sections. A field that was not
+    created by ``option`` has an empty description."""
     for every in fields(config):
         value = getattr(config, every.name)
         dotted = f"{name}.{every.name}" if name else every.name
         if is_dataclass(value):
             metadata = every.metadata
             yield from walk(
-                value, dotted, metadata.get(_IDLE) or idle, metadata.get(_ON_RESUME) or on_resume
+                value,
+                dotted,
+                metadata.get(_UNUSED_BECAUSE) or unused_because,
+                metadata.get(_ON_RESUME) or on_resume,
             )
         else:
             own: Option = every.metadata.get(_KEY, Option())
-            inherited = replace(own, idle=own.idle or idle, on_resume=own.on_resume or on_resume)
+            inherited = replace(
+                own,
+                unused_because=own.unused_because or unused_because,
+                on_resume=own.on_resume or on_resume,
+            )
             yield NamedOption(dotted, inherited, value)
 
 

@@ -126,7 +126,7 @@ def read_passport(file: Path) -> Passport | None:
         }
         about = {name: str(content[name]) for name in ("environment", "command", "date", "commit")}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{file} holds no passport: {type(error).__name__}: {error}") from None
+        raise ValueError(f"{file} is not a passport: {type(error).__name__}: {error}") from None
     return Passport(**about, kinds=kinds)
 
 

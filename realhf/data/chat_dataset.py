@@ -98,7 +98,7 @@ class ChatDataset:
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise ValueError(f"{row.where}: {error}") from error
         if not self._rows:
-            raise ValueError(f"{path} holds no conversations")
+            raise ValueError(f"{path} has no conversations")
         lengths = [len(ids) for ids, _ in self._rows]
         n_too_long = sum(length > max_tokens for length in lengths)
         if n_too_long:

@@ -250,7 +250,7 @@ class CheckpointStore:
         if defects:
             renamed = ", ".join(f"{defect.partition(' ')[0]}{DAMAGED}" for defect in defects)
             yield (
-                f"the run goes on from the checkpoint of step {_order(path)[0]}, because later "
+                f"the run resumes from the checkpoint of step {_order(path)[0]}, because later "
                 f"ones cannot be used: "
                 f"{'; '.join(defects)}. The next checkpoint puts them aside as {renamed}, which "
                 "you "
@@ -259,7 +259,7 @@ class CheckpointStore:
         elif (latest_name := self._read_latest()) != path.name:
             yield (
                 f"{self.folder / LATEST} does not name the newest checkpoint ({latest_name}); the "
-                f"run goes on from "
+                f"run resumes from "
                 f"{path.name}, whose files were all verified"
             )
 

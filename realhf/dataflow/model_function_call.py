@@ -340,8 +340,8 @@ class ModelFunctionCall:
         step: int,
         call: int,
     ) -> tuple[SequenceSample, dict[str, float]]:
-        """Replace groups without learning signal by further samples, as in the dynamic sampling of
-        DAPO (Yu et al. 2025).
+        """Replace groups without learning signal with further samples, as in the dynamic sampling
+        of DAPO (Yu et al. 2025).
 
         Runs further rounds until every group has a signal, ``mfc.resample`` times the batch has
         been dropped, or the source is exhausted. Appends the rounds' results to ``rounds``; returns
@@ -464,8 +464,8 @@ class ModelFunctionCall:
         n_stored = [
             sum(worker in owners for owners in owners_by_key) for worker in self._workers[:count]
         ]
-        most = max(n_stored)
-        return n_stored.index(most) if most else None
+        max_stored = max(n_stored)
+        return n_stored.index(max_stored) if max_stored else None
 
     async def _gather_weights(self, step: int, ids: Sequence[str]) -> None:
         """Gather the full weights of a sharded model on every worker, so that each worker can

@@ -248,7 +248,7 @@ def _check_workers(spec: ExperimentSpec) -> None:
     if unused:
         raise ConfigError(
             f"experiment {spec.name}: model workers are numbered from 0 without gaps; "
-            f"{unused} of 0..{spec.n_model_workers - 1} hold no model (see actor.workers, "
+            f"{unused} of 0..{spec.n_model_workers - 1} have no model (see actor.workers, "
             f"ref.workers, critic.workers, "
             "teacher.workers)"
         )
@@ -384,22 +384,22 @@ def effective_options(config: ExperimentConfig, reads: set[str]) -> tuple[str, .
 
 def check_effects(composed: ComposedConfig, reads: set[str]) -> None:
     """Raise ConfigError for options that were set but not read. The message contains the field's
-    ``idle`` text as the reason."""
+    ``unused_because`` text as the reason."""
     experiment = composed.config.experiment
-    reasons = {entry.name: entry.option.idle for entry in walk(composed.config)}
+    reasons = {entry.name: entry.option.unused_because for entry in walk(composed.config)}
 
-    def idle(names: Iterable[str]) -> list[str]:
+    def unused(names: Iterable[str]) -> list[str]:
         return [name for name in names if not _has_effect(name, reads)]
 
     # The YAML file of an experiment that trains on episodes or on a file has options for both.
     written = () if composed.config.dataset.path else composed.written
     lines = []
-    for name in (*idle(composed.overridden), *idle(written)):
+    for name in (*unused(composed.overridden), *unused(written)):
         reason = f": {reasons[name]}" if reasons[name] else ""
         where = f" (set in {composed.written[name]})" if name in composed.written else ""
         lines.append(f"option {name} has no effect in experiment {experiment}{reason}{where}")
     for choice, options in composed.chosen.items():
-        if options and idle(options) == list(options):
+        if options and unused(options) == list(options):
             lines.append(
                 f"{choice} has no effect in experiment {experiment}: it reads none of "
                 f"{', '.join(options)}"

@@ -232,7 +232,7 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 
 
 def start_untrained(config: ExperimentConfig) -> str:
-    """Replace ``actor.path=builtin`` by the untrained built-in policy if the environment has no
+    """Replace ``actor.path=builtin`` with the untrained built-in policy if the environment has no
     scripted solver for a warm start, or if the rows of a file are trained on.
 
     Return a warning about the replacement, or "" if nothing was changed. Experiments that need
@@ -365,7 +365,7 @@ def checkpoint_problems(role: str, path: str) -> Iterator[str]:
     if not (folder / "config.json").is_file():
         return
     if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
-        yield f"{role}.path={path}: the folder holds no weights (*.safetensors)"
+        yield f"{role}.path={path}: the folder has no weights (*.safetensors)"
     # Check only the format that transformers would read: the folder may contain the index of
     # another format without its files.
     formats = (("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "*.bin"))

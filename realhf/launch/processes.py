@@ -345,7 +345,7 @@ def failure_message(exit_: WorkerExit) -> str:
     )
     kind = exit_.name.partition("/")[0]
     section = SECTIONS.get(kind)
-    # Replace a server's flags (--pool-size) by the options that set them (env.pool_size).
+    # Replace a server's flags (--pool-size) with the options that set them (env.pool_size).
     if cause and section:
         cause = re.sub(
             r"--([a-z][a-z-]*)", lambda flag: f"{section}." + flag[1].replace("-", "_"), cause

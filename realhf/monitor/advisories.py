@@ -38,7 +38,7 @@ def advise(
         rows, index, sorted(evaluations, key=lambda pair: pair[0]), staleness_bound
     )
     advisories = [
-        _note_idle_options(advisory, effective) for rule in RULES for advisory in rule(evidence)
+        _note_unused_options(advisory, effective) for rule in RULES for advisory in rule(evidence)
     ]
     return sorted(
         advisories,
@@ -46,18 +46,18 @@ def advise(
     )
 
 
-def _note_idle_options(advisory: Advisory, effective: Collection[str] | None) -> Advisory:
+def _note_unused_options(advisory: Advisory, effective: Collection[str] | None) -> Advisory:
     """Append a note to the advice that lists its options without effect in this run. Rules are
     written for all algorithms, so an advice may name such options."""
-    idle = (
+    unused = (
         [name for name in OPTION.findall(advisory.advice) if name not in effective]
         if effective
         else []
     )
-    if not idle:
+    if not unused:
         return advisory
     return replace(
-        advisory, advice=f"{advisory.advice} (Without effect in this run: {', '.join(idle)}.)"
+        advisory, advice=f"{advisory.advice} (Without effect in this run: {', '.join(unused)}.)"
     )
 
 

@@ -460,31 +460,31 @@ class Sampler:
     def _score_prompt(self, request: Any, prompt: np.ndarray) -> PromptScores:
         """Compute the prompt scores that a request asks for."""
         last_n = request.prompt_logprobs_last_n
-        first = 0 if last_n is None else len(prompt) - 1 - last_n
+        first_requested = 0 if last_n is None else len(prompt) - 1 - last_n
         k = request.topk_prompt_logprobs
         targets = request.target_prompt_logprobs
         if not (request.prompt_logprobs or k or targets is not None):
             return PromptScores()
         if len(prompt) < 2:
-            empty = (
-                TopK(np.zeros((1, k), np.int32), np.full((1, k), UNSCORED_LOGPROB, np.float32))
-                if k
-                else None
-            )
-            return PromptScores(np.full(1, np.nan) if request.prompt_logprobs else None, empty)
-        ids = None if targets is None else _parse_target_ids(targets, self._vocabulary)
+            # The first token of a prompt has no score.
+            unscored = np.full(1, np.nan) if request.prompt_logprobs else None
+            no_tokens = TopK(np.zeros((0, k), np.int32), np.zeros((0, k), np.float32))
+            return PromptScores(unscored, _prepend_unscored(no_tokens, 1) if k else None)
+        target_ids = None if targets is None else _parse_target_ids(targets, self._vocabulary)
+        # The scores of target ids always cover the whole prompt.
+        first_scored = first_requested if target_ids is None else 0
         values, top_k, target_values = self._score(
-            prompt[:-1], 0 if ids is not None else first, k, prompt[1:], ids
+            prompt[:-1], first=first_scored, k=k, targets=prompt[1:], target_ids=target_ids
         )
-        # targets need the whole prompt; mask what else was not requested
-        if ids is not None and first:
-            values[:first] = np.nan
+        # Mark what was scored only for the target ids, or not scored at all, as unscored.
+        if first_scored < first_requested:
+            values[:first_requested] = np.nan
             if top_k is not None:
-                top_k.tokens[:first] = 0
-                top_k.logprobs[:first] = UNSCORED_LOGPROB
-        elif first:
-            values = np.concatenate([np.full(first, np.nan), values])
-            top_k = None if top_k is None else _prepend_unscored(top_k, first)
+                top_k.tokens[:first_requested] = 0
+                top_k.logprobs[:first_requested] = UNSCORED_LOGPROB
+        elif first_scored:
+            values = np.concatenate([np.full(first_scored, np.nan), values])
+            top_k = None if top_k is None else _prepend_unscored(top_k, first_scored)
         logprobs = np.concatenate([[np.nan], values]) if request.prompt_logprobs else None
         return PromptScores(
             logprobs, None if top_k is None else _prepend_unscored(top_k, 1), target_values
@@ -568,7 +568,7 @@ def _has_prompt_scores(request: Any) -> bool:
 
 
 def _with_client_names(text: str) -> str:
-    """Replace the names of generation options in an error message by the client's names for
+    """Replace the names of generation options in an error message with the client's names for
     them."""
     return text.replace("gen.max_new_tokens", "sampling_params.max_tokens").replace(
         "gen.", "sampling_params."

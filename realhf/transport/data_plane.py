@@ -71,7 +71,7 @@ class PeerConnection:
     ) -> None:
         self._endpoint = endpoint
         self._lock = threading.Lock()
-        self._socket = open_dealer(context, most_bytes=MAX_FRAME_BYTES)
+        self._socket = open_dealer(context, max_bytes=MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.RCVHWM, 4)
         self._watch = HandshakeWatch(self._socket, ends=True)
         try:

@@ -130,8 +130,8 @@ HANDSHAKE_S = 8.0
 """Seconds that a connection has to authenticate."""
 SHARE = 8
 """Unauthenticated connections of a listener may use at most 1 / SHARE of the process's file
-descriptors, but always at least ``FEWEST``."""
-FEWEST = 16
+descriptors, but always at least ``ALWAYS_ALLOWED``."""
+ALWAYS_ALLOWED = 16
 """Number of unauthenticated connections that is always allowed (see ``SHARE``)."""
 _AUTHENTICATED_BYTES = 240
 """A peer that has acknowledged this many bytes has authenticated: our greeting has 64 bytes,
@@ -197,10 +197,11 @@ class HandshakeLimiter:
     process. ZeroMQ accepts connections without limit, and without a free descriptor it retries in a
     busy loop. Create it before the socket listens; it ends with the socket.
 
-    most: Maximum number of connections; 0 derives it from the limit of descriptors (SHARE, FEWEST).
+    max_pending: Maximum number of connections that have not authenticated; 0 derives it from the
+    limit of descriptors (SHARE, ALWAYS_ALLOWED).
     """
 
-    def __init__(self, listener: zmq.Socket[Any], most: int = 0) -> None:
+    def __init__(self, listener: zmq.Socket[Any], max_pending: int = 0) -> None:
         address = f"inproc://strangers-{id(self)}"
         listener.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
         listener.monitor(address, _WATCHED)
@@ -210,7 +211,7 @@ class HandshakeLimiter:
         # makes it wait for this thread.
         self._events.setsockopt(zmq.RCVHWM, 1000)
         self._events.connect(address)
-        self._most = most
+        self._max_pending = max_pending
         self._pending: dict[int, None] = {}
         # Reserved so that a connection can be accepted, and ended, when no other descriptor is
         # left.
@@ -243,11 +244,13 @@ class HandshakeLimiter:
     def _on_accepted(self, descriptor: int, port: int) -> None:
         self._pending.pop(descriptor, None)
         self._pending[descriptor] = None
-        most = self._most or max(FEWEST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // SHARE)
+        max_pending = self._max_pending or max(
+            ALWAYS_ALLOWED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // SHARE
+        )
         if self._spare is None:
             self._spare = self._open_spare_descriptor()
-        if len(self._pending) > most:
-            self._end_oldest(len(self._pending) - most, port)
+        if len(self._pending) > max_pending:
+            self._end_oldest(len(self._pending) - max_pending, port)
 
     def _on_no_descriptor(self, port: int) -> None:
         """Release the reserved descriptor, so that the waiting connection can be accepted, and end
@@ -560,27 +563,27 @@ def forget(path: Path) -> None:
     os.close(int(path.name))
 
 
-def read_private(path: Path, most_bytes: int = MAX_KEY_FILE_BYTES) -> str:
+def read_private(path: Path, max_bytes: int = MAX_KEY_FILE_BYTES) -> str:
     """Return the text of a regular file that only this user can read; ``-`` is standard input.
 
     Raises NetworkError, or ValueError for text that is not ASCII.
     """
     try:
         if path == STDIN:
-            return sys.stdin.buffer.read(most_bytes).decode("ascii")
+            return sys.stdin.buffer.read(max_bytes).decode("ascii")
         # O_NONBLOCK: opening a pipe or a device would block. The checks are of the opened file, not
         # of the path.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
             _check_owner(path, os.fstat(descriptor))
-            read = os.read(descriptor, most_bytes + 1)
+            read = os.read(descriptor, max_bytes + 1)
         finally:
             os.close(descriptor)
     except OSError as error:
         raise NetworkError(f"keys of the run: cannot read {path}: {error.strerror}") from None
-    if len(read) > most_bytes:
+    if len(read) > max_bytes:
         raise NetworkError(
-            f"keys of the run: {path} is not a file of keys: it has more than {most_bytes} bytes"
+            f"keys of the run: {path} is not a file of keys: it has more than {max_bytes} bytes"
         )
     return read.decode("ascii")
 
@@ -722,7 +725,7 @@ class Network:
                 raise NetworkError(
                     f"{endpoint!r:.80} is not on the loopback, and this process has no keys of the "
                     f"run "
-                    "(network.bind makes them, --key-file names them)"
+                    "(network.bind creates them, --key-file names them)"
                 )
             socket.connect(endpoint)
         else:

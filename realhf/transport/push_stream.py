@@ -250,7 +250,7 @@ class StreamReceiver(Listener):
             network.listen,
             Requests(run_id, self._handle, self.send, unpack=list).dispatch,
             after=self._deliver_batch,
-            most_bytes=MAX_FRAME_BYTES,
+            max_bytes=MAX_FRAME_BYTES,
             ahead=0,  # a producer that does not read has no more answers queued than requests
             copy=False,
         )

@@ -196,22 +196,22 @@ def open_dealer(
     context: zmq.Context[Any],
     *,
     linger_ms: int = 0,
-    most_bytes: int = MAX_PAYLOAD_BYTES,
+    max_bytes: int = MAX_PAYLOAD_BYTES,
     ahead: int = HIGH_WATER_MARK,
 ) -> zmq.Socket[bytes]:
     """Open a client socket.
 
-    most_bytes: Maximum frame size; a larger frame ends the connection. ahead: Maximum number of
+    max_bytes: Maximum frame size; a larger frame ends the connection. ahead: Maximum number of
     messages queued for a peer that does not read (0: unlimited).
     """
-    return _set_limits(context.socket(zmq.DEALER), linger_ms, most_bytes, ahead)
+    return _set_limits(context.socket(zmq.DEALER), linger_ms, max_bytes, ahead)
 
 
 def _set_limits(
-    socket: zmq.Socket[bytes], linger_ms: int, most_bytes: int, ahead: int
+    socket: zmq.Socket[bytes], linger_ms: int, max_bytes: int, ahead: int
 ) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.LINGER, linger_ms)
-    socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     socket.setsockopt(zmq.SNDHWM, ahead)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     return socket
@@ -256,7 +256,7 @@ class _Router:
         take: TakeMessage,
         other: Callable[[bytes, dict[str, Any]], None] | None,
         *,
-        most_bytes: int = MAX_PAYLOAD_BYTES,
+        max_bytes: int = MAX_PAYLOAD_BYTES,
         ahead: int = HIGH_WATER_MARK,
         mandatory: bool = False,
         linger_ms: int = LINGER_MS,
@@ -267,7 +267,7 @@ class _Router:
         self._take = take
         self._other = other
         self._owned = owned
-        self._socket = _set_limits(context.socket(zmq.ROUTER), linger_ms, most_bytes, ahead)
+        self._socket = _set_limits(context.socket(zmq.ROUTER), linger_ms, max_bytes, ahead)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, int(mandatory))
         self.dropped_messages = 0
         try:

@@ -46,6 +46,6 @@ def test_the_line_says_how_many_of_which_and_how_sure_it_is(tmp_path: Path) -> N
 def test_what_is_no_passport_is_named(tmp_path: Path, text: str) -> None:
     file = tmp_path / "shop.passport.json"
     file.write_text(text)
-    with pytest.raises(ValueError, match=r"shop\.passport\.json holds no passport"):
+    with pytest.raises(ValueError, match=r"shop\.passport\.json is not a passport"):
         read_passport(file)
     assert "cannot be read" in describe_passport(file)

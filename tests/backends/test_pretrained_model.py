@@ -74,7 +74,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | 
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"), [(None, "holds no SmolLM2"), (b"GGUF other", "has SHA-256")]
+    ("content", "problem"), [(None, "has no SmolLM2"), (b"GGUF other", "has SHA-256")]
 )
 def test_only_the_known_file_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, problem: str

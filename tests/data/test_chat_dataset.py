@@ -270,5 +270,5 @@ def test_blank_lines_and_a_mark_are_no_rows(tmp_path: Path) -> None:
         lambda: ChatDataset(str(path), tokenizer),
         lambda: ChatDatasetSource(seed=1, path=str(path)),
     ):
-        with pytest.raises(ValueError, match="holds no conversations"):
+        with pytest.raises(ValueError, match="has no conversations"):
             make()

@@ -82,7 +82,7 @@ def test_a_broken_checkpoint_falls_back_with_a_warning(
     assert str(folder) in caplog.text and "not valid" in caplog.text
     (told,) = found.warnings
     assert told.startswith(
-        "the run goes on from the checkpoint of step 1, because later ones cannot be used: ckpt-000"
+        "the run resumes from the checkpoint of step 1, because later ones cannot be used: ckpt-000"
     )
     before = contents(folder)
     newer = save(store, 2, put("again"), {"n": 3})

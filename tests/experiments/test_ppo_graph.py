@@ -130,7 +130,7 @@ def test_asynchronously_the_critic_stays_at_the_trainer() -> None:
             ("experiment=ppo", "critic.workers=[1,1]"),
             r"critic.workers=\[1, 1\]: give different indices",
         ),
-        (("experiment=ppo", "critic.workers=[2]"), r"\[1\] of 0..2 hold no model .*critic.workers"),
+        (("experiment=ppo", "critic.workers=[2]"), r"\[1\] of 0..2 have no model .*critic.workers"),
         (
             ("experiment=ppo", "total_train_steps=55", "critic.warmup_steps=55"),
             "critic.warmup_steps=55: the actor would never train",

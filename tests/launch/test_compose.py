@@ -159,7 +159,7 @@ def test_mistakes_in_names_and_types(capsys, arguments, expected):
             "ppo.ppo_n_minibatches=129": "ppo.ppo_n_minibatches=129: a step has "
             "dataset.train_bs_n_seqs times"
         },
-        {"ref.workers=[2]": "[1] of 0..2 hold no model"},
+        {"ref.workers=[2]": "[1] of 0..2 have no model"},
         {"stream.url=localhost:8000": "stream.url=localhost:8000: give http://host:port"},
         {"stream.token_file=/nowhere/token": "stream.token_file=/nowhere/token: no such file"},
         {
@@ -430,7 +430,7 @@ def test_a_folder_without_model_or_chat_template_names_the_option(capsys, tmp_pa
     )
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     said = errors(capsys, "experiment=grpo_aws", f"actor.path={tmp_path}", "mode=check")
-    assert said == f"actor.path={tmp_path}: the folder holds no weights (*.safetensors)"
+    assert said == f"actor.path={tmp_path}: the folder has no weights (*.safetensors)"
     (tmp_path / "model-1.safetensors").touch()
     (tmp_path / "model.safetensors.index.json").write_text(
         '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'

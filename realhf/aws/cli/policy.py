@@ -241,7 +241,7 @@ def _split_words(command: str, max_bytes: int) -> list[str]:
         refuse("too-long", f"a command may have {max_bytes} bytes")
     command = command.strip()
     if "\0" in command:
-        refuse("newline", "a command holds no NUL")
+        refuse("newline", "a command must not contain NUL")
     if _has_bare_newline(command):
         refuse(
             "newline",

@@ -31,8 +31,8 @@ _POLICY = "policyDocumentType"
 
 
 def guard_decoders(client: Any, service: str) -> None:
-    """Replace botocore's document decoders on this client by ones that leave undecodable documents
-    as text."""
+    """Replace botocore's document decoders on this client with ones that leave undecodable
+    documents as text."""
     if service == "iam":
         client.meta.events.unregister("after-call.iam", json_decode_policies)
         client.meta.events.register("after-call.iam", _decode_policies)

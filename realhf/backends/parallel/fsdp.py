@@ -294,7 +294,7 @@ def gather_into(copy: Any | None, model: Any) -> None:
 
 
 def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace a parameter or a buffer by a tensor."""
+    """Replace a parameter or a buffer with a tensor."""
     path, _, last = name.rpartition(".")
     owner = model.get_submodule(path)
     table: dict[str, Any] = owner._parameters if last in owner._parameters else owner._buffers

@@ -392,7 +392,7 @@ class LoraAdapters:
         self._has_merged = False
 
     def _merge(self) -> None:
-        """Replace the plain model's weights by merged ones, without checking them."""
+        """Replace the plain model's weights with merged ones, without checking them."""
         for name, base in self._base.items():
             with torch.inference_mode(False):
                 self._set_weight(
@@ -445,8 +445,8 @@ class LoraAdapters:
 
     @torch.no_grad()
     def disturb(self, names: Iterable[str]) -> None:
-        """Replace the adapters of these weights by random ones and merge them in place; ``restore``
-        undoes this."""
+        """Replace the adapters of these weights with random ones and merge them in place;
+        ``restore`` undoes this."""
         generator = torch.Generator().manual_seed(0)
         for name in sorted(names):
             layer_name = name.removesuffix(".weight")

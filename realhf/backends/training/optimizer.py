@@ -369,7 +369,7 @@ class PolicyOptimizer:
         return [None if p.grad is None else p.grad.clone() for p in self._masters]
 
     def restore_gradients(self, copied: Sequence[Tensor | None]) -> None:
-        """Replace all gradients by those that ``copy_gradients`` returned."""
+        """Replace all gradients with those that ``copy_gradients`` returned."""
         self.zero_grad()
         for master, gradient in zip(self._masters, copied, strict=True):
             master.grad = gradient

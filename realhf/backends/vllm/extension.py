@@ -33,7 +33,7 @@ class WeightExtension:
     """Open context managers of the current transfer; None outside a transfer."""
 
     def take_weights(self, path: str, version: str) -> dict[str, Any]:
-        """Replace the model's weights by those of a safetensors file, with names and shapes as in
+        """Replace the model's weights with those of a safetensors file, with names and shapes as in
         the model's folder.
 
         Returns ``{"ok": True, "version": n}``, or ``{"ok": False, "error": text, "touched": whether

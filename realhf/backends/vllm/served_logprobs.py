@@ -151,7 +151,7 @@ class ServedLogprobInterface:
             )
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise RuntimeError(
-                f"teacher.url={self._url}: the answer holds no log-probabilities of the {len(ids)} "
+                f"teacher.url={self._url}: the answer has no log-probabilities of the {len(ids)} "
                 f"tokens that were "
                 f"sent ({type(error).__name__}: {error}); the server must support prompt_logprobs, "
                 f"or echo and logprobs"

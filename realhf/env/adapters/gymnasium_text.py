@@ -416,9 +416,9 @@ _HIGHLIGHTED = "highlighted"
 
 
 def without_escapes(text: str) -> str:
-    """Replace the terminal escape sequences in ``text`` by readable marks: highlighted text is put
-    in brackets, like the agent's position in ``[S]FFF``, and coloured text follows the name of its
-    colour, like ``(blue:R)``."""
+    """Replace the terminal escape sequences in ``text`` with readable marks: highlighted text is
+    put in brackets, like the agent's position in ``[S]FFF``, and coloured text follows the name of
+    its colour, like ``(blue:R)``."""
     parts = list[str]()
     appearance = ""
     start = 0

@@ -294,7 +294,7 @@ def _token(file: str) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"env.token_file={file}: {error}") from None
     if not token or not token.isascii() or not token.isprintable():
-        raise ValueError(f"env.token_file={file}: the file holds no token")
+        raise ValueError(f"env.token_file={file}: the file has no token")
     return token
 
 

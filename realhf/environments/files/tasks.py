@@ -163,9 +163,9 @@ class FilesScene:
         self.files[path] = " ".join(self.word() for _ in range(words))
         return path
 
-    def others(self, least: int = 1, most: int = 3) -> None:
+    def others(self, min_count: int = 1, max_count: int = 3) -> None:
         """Add files that are unrelated to the task."""
-        for _ in range(self.rng.randint(least, most)):
+        for _ in range(self.rng.randint(min_count, max_count)):
             self.file()
 
     def instance(

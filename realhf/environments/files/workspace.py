@@ -301,9 +301,9 @@ def _check_text(value: object) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ValueError("a text holds no half of a surrogate pair") from None
+        raise ValueError("a text must not contain an unpaired surrogate") from None
     if "\0" in value:
-        raise ValueError("a text holds no NUL")
+        raise ValueError("a text must not contain NUL")
     return value
 
 

@@ -159,7 +159,7 @@ def build(options: SqlOptions) -> EnvironmentSpec:
         """Return an instance; ``address`` is not used, because the environment needs no service."""
         return SqlEnvironment(
             limits,
-            most_statements=options.max_statements,
+            max_statements=options.max_statements,
             observation_chars=options.observation_chars,
         )
 

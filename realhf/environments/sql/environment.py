@@ -274,14 +274,14 @@ NO_STATEMENT = "error: no statement; reply with one SQL statement or a line answ
 
 class SqlEnvironment:
     """``realhf.api.environment.Environment`` that plays on a database. Every statement runs on the
-    event loop, within the processor time of ``limits``. ``most_statements``: maximum number of
+    event loop, within the processor time of ``limits``. ``max_statements``: maximum number of
     turns of an episode. ``observation_chars``: maximum length of an answer to the policy."""
 
     def __init__(
-        self, limits: StatementLimits, *, most_statements: int, observation_chars: int
+        self, limits: StatementLimits, *, max_statements: int, observation_chars: int
     ) -> None:
         self._limits = limits
-        self._most_statements = most_statements
+        self._max_statements = max_statements
         self._observation_chars = observation_chars
         self._database: Database | None = None
         self._goal: QuestionGoal | ChangeGoal | None = None
@@ -352,7 +352,7 @@ class SqlEnvironment:
         solved = self._goal.solved
         reward = potential - self._rewarded
         self._rewarded = potential
-        done = solved or ended or self._turns >= self._most_statements
+        done = solved or ended or self._turns >= self._max_statements
         if done and self._database is not None:
             self._database.close()
             self._database = None

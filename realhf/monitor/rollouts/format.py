@@ -164,9 +164,9 @@ def index_name(family: str, writer: str) -> str:
     return f"{family}-{writer}{INDEX_SUFFIX}"
 
 
-def shorten_text(text: str, most: int = MAX_NAME_CHARS) -> str:
-    """Return a string shortened to ``most`` characters that can be encoded as UTF-8."""
-    return repair_text(text if len(text) <= most else text[: most - 3] + "...")
+def shorten_text(text: str, max_chars: int = MAX_NAME_CHARS) -> str:
+    """Return a string of at most ``max_chars`` characters that can be encoded as UTF-8."""
+    return repair_text(text if len(text) <= max_chars else text[: max_chars - 3] + "...")
 
 
 def repair_text(text: str) -> str:

@@ -158,7 +158,7 @@ class TrajectoryApp(FastAPI):
             )
 
     def _without_traceback(self, send: Send) -> Send:
-        """Return a ``send`` that replaces the traceback of a store that cannot be opened by one
+        """Return a ``send`` that replaces the traceback of a store that cannot be opened with one
         line, because the error's message already names the cause."""
 
         async def send_short(message: Message) -> None:

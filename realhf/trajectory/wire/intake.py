@@ -170,11 +170,11 @@ def check_json_type(content_type: str | None) -> None:
 
 
 def _read_fast(
-    data: bytes, loc: list[str | int], msgpack: bool, most_nests: int = sys.maxsize
+    data: bytes, loc: list[str | int], msgpack: bool, max_nests: int = sys.maxsize
 ) -> Incoming | None:
     if msgpack:
         return msgpack_groups.read_group(data, loc)
-    return json_groups.read_group(data, most_nests) or json_groups.read_known(data, most_nests)
+    return json_groups.read_group(data, max_nests) or json_groups.read_known(data, max_nests)
 
 
 def _split(body: bytes, loc: list[str | int], msgpack: bool) -> list[bytes] | None:

@@ -120,9 +120,9 @@ def _decoders() -> tuple[msgspec.json.Decoder[Any], dict[str, msgspec.json.Decod
     return msgspec.json.Decoder(group), later
 
 
-def read_group(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
+def read_group(data: bytes, max_nests: int = sys.maxsize) -> Incoming | None:
     """Read a group from ``data``, one JSON object. Returns None if the lax path has to parse it,
-    also if the free fields contain more than ``most_nests`` objects and arrays."""
+    also if the free fields contain more than ``max_nests`` objects and arrays."""
     group_decoder, decoders = _decoders()
     data = data.strip(WHITE_SPACE)
     try:
@@ -149,7 +149,7 @@ def read_group(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
             elif name in decoders:
                 raw = bytes(value)
                 quotes += raw.count(b'"')
-                if raw.count(b"{") + raw.count(b"[") > most_nests:
+                if raw.count(b"{") + raw.count(b"[") > max_nests:
                     return None
                 value = decoders[name].decode(raw)
                 if name == "messages" and not complete_messages(value):
@@ -177,7 +177,7 @@ def read_group(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
     )
 
 
-def read_known(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
+def read_known(data: bytes, max_nests: int = sys.maxsize) -> Incoming | None:
     """Read a group like ``read_group``, but drop unknown keys and use the last of repeated keys.
     Returns None if the lax path has to parse it."""
     try:
@@ -186,7 +186,7 @@ def read_known(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
         return None
     return read_group(
         _join_fields({name: bytes(raw) for name, raw in fields.items() if name in FIELDS}),
-        most_nests,
+        max_nests,
     )
 
 

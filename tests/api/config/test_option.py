@@ -22,7 +22,7 @@ class Inner:
     words: list[str] = option(["a"], "These words are taken.", choices=("a", "b"))
     medium: str = option("a", "The way.", choices=("a", "b"), retired={"c": "b does the same"})
     loss: str | None = option(
-        None, "This loss is used.", registry="losses", idle="there is no loss"
+        None, "This loss is used.", registry="losses", unused_because="there is no loss"
     )
     low: int = option(0, "The lower end.")
     high: int = option(9, "The upper end.")
@@ -40,7 +40,7 @@ class Outer:
     count: int = option(1, "So many.", at_least=1)
     port: int = option(0, "A port.", at_least=0, at_most=65535)
     bare: int = -3
-    inner: Inner = section(Inner, idle="nobody looks inside", high=7)
+    inner: Inner = section(Inner, unused_because="nobody looks inside", high=7)
 
 
 def said(**changed: object) -> list[str]:
@@ -110,8 +110,8 @@ def test_the_walk_goes_through_sections_and_reasons_are_those_of_the_field_or_th
     assert [*found] == ["count", "port", "bare", *inner]
     assert found["bare"] == (Option(on_resume="refuses"), -3)
     assert (
-        found["inner.low"][0].idle == "nobody looks inside"
-        and found["inner.loss"][0].idle == "there is no loss"
+        found["inner.low"][0].unused_because == "nobody looks inside"
+        and found["inner.loss"][0].unused_because == "there is no loss"
     )
     assert [name for name, _ in sections(Outer())] == ["", "inner"]
 

@@ -183,13 +183,13 @@ WRONG: dict[str, tuple[Answer, str]] = {
     ),
     "too few": (
         changed(lambda choice: choice["prompt_logprobs"].pop()),
-        "holds no log-probabilities of the",
+        "has no log-probabilities of the",
     ),
     "of others": (
         changed(lambda choice: choice["prompt_logprobs"].__setitem__(1, {"51": {}})),
-        "holds no log-prob",
+        "has no log-prob",
     ),
-    "no choice": (lambda asked, values: [], "holds no log-probabilities"),
+    "no choice": (lambda asked, values: [], "has no log-probabilities"),
     "another tokenizer": (
         lambda asked, values: json.loads(json.dumps(rows(asked, values)).replace(" w", " v")),
         r"is 'v\d+' there and 'w\d+' in the actor's tokenizer; .* must have the same tokenizer",
