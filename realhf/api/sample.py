@@ -94,7 +94,7 @@ class Lengths:
             self._rows = _cumulative_sums(self.values)
         return self._rows
 
-    def rows(self) -> IntArray:
+    def sample_row_offsets(self) -> IntArray:
         """Return the index of each sample's first row, followed by the number of rows: int64 (n
         samples + 1,)."""
         return self.row_offsets()[self.offsets]
@@ -105,7 +105,7 @@ class Lengths:
         counts = self.offsets[samples + 1] - starts
         return Lengths(self.values[ranges(starts, counts)], _cumulative_sums(counts))
 
-    def take_rows(self, samples: IntArray) -> IntArray:
+    def row_indices(self, samples: IntArray) -> IntArray:
         """Return the row indices of the samples at these positions, in the order of the
         positions."""
         starts = self.row_offsets()[self.offsets[samples]]
@@ -162,7 +162,9 @@ def take_rows(tensor: Tensor, lengths: Lengths, positions: IntArray) -> Tensor:
         return tensor[begin:end]
     import torch
 
-    return tensor.index_select(0, torch.from_numpy(lengths.take_rows(positions)).to(tensor.device))
+    return tensor.index_select(
+        0, torch.from_numpy(lengths.row_indices(positions)).to(tensor.device)
+    )
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -430,7 +432,7 @@ class SequenceSample:
 
     def sample_tokens(self, key: str) -> IntArray:
         """Return the number of rows that each sample has under ``key``: int64 (n samples,)."""
-        return np.diff(self.lengths(key).rows())
+        return np.diff(self.lengths(key).sample_row_offsets())
 
     def group_index(self, key: str) -> IntArray:
         """Return the index of the sample to which each sequence belongs: int64 (n sequences,)."""

@@ -126,9 +126,11 @@ class Death(msgspec.Struct, frozen=True):
     at: float
     """Time in seconds since the epoch."""
     process: str
+    """Name of the process."""
     why: str
+    """Cause of the death."""
     then: str
-    """What happened to the work of the process."""
+    """Consequence: what happened to the work of the process."""
 
 
 def record_death(run_dir: Path, process: str, why: str, then: str) -> None:

@@ -123,8 +123,10 @@ def run_events(run_dir: Path, hosts: HostLanes) -> list[dict[str, Any]]:
         events.append(
             {"at": death.at, "step": None, "what": f"{death.process}: {death.why}; {death.then}"}
         )
-    for moment, host, why in hosts.lost:
-        events.append({"at": moment / 1e6, "step": None, "what": f"host {host} was lost: {why}"})
+    for lost_at_us, host, why in hosts.lost:
+        events.append(
+            {"at": lost_at_us / 1e6, "step": None, "what": f"host {host} was lost: {why}"}
+        )
     for line in read_text(run_dir / NONFINITE_FILE).splitlines()[-MAX_EVENTS:]:
         try:
             row = json.loads(line)

@@ -1,5 +1,9 @@
 """Hand-written notes about request members (``member_notes.yaml``), and a check of the notes
-against botocore's models."""
+against botocore's models.
+
+A *member* is a parameter of an API request or a part of one, such as ``Tags.Key``. A member that
+only controls a request and sets nothing, such as ``DryRun``, *steers* it.
+"""
 
 from __future__ import annotations
 

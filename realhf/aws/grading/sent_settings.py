@@ -1,5 +1,5 @@
-"""Comparison of request members that the simulator does not store and that no snapshot can
-therefore show.
+"""Comparison of request members (parameters of an API request, or parts of one) that the simulator
+does not store and that no snapshot can therefore show.
 
 ``kept_members.json`` states for each write operation which request members reach the account of a
 simulator. The command ``python -m realhf.aws.tasks members`` creates it by sending requests with

@@ -1,5 +1,6 @@
 """Snapshots of a whole account: all resources as normalized plain data, by service, kind and
-identity.
+identity, such as ``("iam", "roles", "reader")``. The *kind* is the simulator's name for a table of
+records of one service.
 
 Normalization makes equivalent accounts equal. Times that a service set become equal, empty values
 count as absent, transitional states are replaced by the settled state, JSON and XML documents are

@@ -1,5 +1,5 @@
 """Grading on a real account (BACKEND_TYPE=aws). The account's state is what its permitted list and
-describe calls return.
+describe calls return ("walked" means read in this way).
 
 The target is computed on a simulator that is read with the same calls. Whole accounts are never
 compared. Instead, the changes that the solution makes in the simulator are required of the real

@@ -2,7 +2,11 @@
 
 MiniStack keeps all resources in its scoped stores. They are read directly instead of through its
 operations, because content that no operation shows (bytes of an object, waiting messages) belongs
-to the account too. Texts that the simulator generated are marked, because no agent can choose them.
+to the account too.
+
+Texts that the simulator generated ("drawn" from its seeded randomness, such as ids) are marked,
+because no agent can choose them. In the string ``vpc-1f0c93ab/rules`` the *pieces*, parts that look
+like an id, are examined one by one, and ``1f0c93ab`` is marked if the simulator generated it.
 
 MiniStack's own reset empties its stores. Other module state (switches set through its configuration
 path, counters) survives that reset and would carry information from one episode to the next.

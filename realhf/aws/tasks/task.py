@@ -1,5 +1,8 @@
 """Task instances: the request to the agent, the set-up of its account, and the success criteria.
 
+In a *drift task* the account was in the desired state until some requests changed it. Each of these
+changes is a drift; the agent has to find and undo them.
+
 ``to_json`` returns the wire format, with the field names of docs/reference/environment.md 6.
 ``from_json`` ignores unknown keys and accepts missing optional ones, so that task objects written
 by other clients can be parsed.

@@ -451,7 +451,11 @@ class TorchEngine:
             return
         position = int(unknown.nonzero()[0])
         index = (
-            int(np.searchsorted(sample.lengths("packed_input_ids").rows(), position, side="right"))
+            int(
+                np.searchsorted(
+                    sample.lengths("packed_input_ids").sample_row_offsets(), position, side="right"
+                )
+            )
             - 1
         )
         raise ValueError(
