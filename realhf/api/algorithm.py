@@ -62,15 +62,17 @@ class Algorithm:
         for name, value in ((LOSS, self.loss), (ADVANTAGES, self.advantages)):
             if value is not None and name in self.preset:
                 raise ValueError(
-                    f"preset: {name}={self.preset[name]} and a function of its own; remove one "
-                    "of them"
+                    f"preset: {name}={self.preset[name]} conflicts with the algorithm's own "
+                    "function; remove one of them"
                 )
         for name, arguments in _ARGUMENTS.items():
             function = getattr(self, name)
             if function is not None and not _accepts_arguments(function, len(arguments)):
                 raise ValueError(f"{name}: must be a function of ({', '.join(arguments)})")
         if unknown := [name for name in self.clip_options if name not in CLIP_OPTIONS]:
-            raise ValueError(f"clip_options: {unknown[0]!r} is none of {', '.join(CLIP_OPTIONS)}")
+            raise ValueError(
+                f"clip_options: {unknown[0]!r} is not one of {', '.join(CLIP_OPTIONS)}"
+            )
         if self.clip_options and self.loss is None:
             raise ValueError("clip_options: need a loss")
         if "algo" in self.preset:
@@ -83,7 +85,7 @@ class Algorithm:
         if not (isinstance(self.options, type) and is_dataclass(self.options)):
             raise ValueError(f"options: must be a dataclass, not {self.options!r}")
         if self.loss is None and self.advantages is None:
-            raise ValueError("options: nothing reads them without a loss or advantages")
+            raise ValueError("options: they have no effect without a loss or advantages")
         try:
             self.options()
         except TypeError as error:

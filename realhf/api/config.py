@@ -886,7 +886,7 @@ class NetworkConfig:
                 )
         if self.bind == WILDCARD and not self.advertise:
             yield (
-                f"{name}.bind={WILDCARD}: workers cannot be told to connect there; set "
+                f"{name}.bind={WILDCARD}: workers cannot connect to this address; set "
                 f"{name}.advertise"
             )
         if self.advertise == WILDCARD:

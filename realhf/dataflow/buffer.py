@@ -256,9 +256,7 @@ class AsyncIOSequenceBuffer:
             raise BatchTooLarge(f"{len(meta)} samples never fit a buffer of {self.max_size}")
         missing = sorted(set(self.graph.required_dataset_keys()) - meta.keys)
         if missing:
-            raise ValueError(
-                f"samples lack dataset keys {missing}, so no call could ever take them"
-            )
+            raise ValueError(f"samples lack dataset keys {missing}, so no call can ever use them")
         known = [i for i in meta.ids if i in self.samples or i in self._departed]
         if known:
             raise DuplicateSampleError(f"{len(known)} samples were put before: {known[:5]}")

@@ -236,9 +236,8 @@ class WeightRecord:
         self._earlier, unpublished = _read_published(self._path)
         if completed_steps and completed_steps not in {*self._earlier, *unpublished}:
             warn(
-                f"{self._path} does not say which weights version {completed_steps} had; whether "
-                f"the run goes on with "
-                "the same ones is not compared"
+                f"{self._path} does not say which weights version {completed_steps} had, so "
+                "it is not checked whether the run resumes with the same ones"
             )
         if self._path.exists() and not self._path.read_bytes().endswith(b"\n"):
             self._path.open("a").write("\n")  # the process was killed while it wrote the last line

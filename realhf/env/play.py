@@ -76,7 +76,7 @@ NEXT = "next"
 QUIT = "quit"
 """Kinds of typed lines: a message, a call, and the commands."""
 HELP_TEXT = """\
-Type what a policy would say. A line that ends with a backslash goes on in the next one.
+Type what a policy would say. A line that ends with a backslash continues in the next one.
 /tool NAME key=value ...   call a tool by hand; values with spaces stand in quotes
 /tool NAME {"key": ...}    the same, with arguments as JSON
 /tools                     show the tools

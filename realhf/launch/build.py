@@ -106,8 +106,8 @@ def build_experiment(composed: ComposedConfig) -> BuiltExperiment:
     _check_hosts(config, all_specs)
     if config.exp_ctrl.keep_best and (spec.evaluation is None or not spec.evaluation.generates):
         raise ConfigError(
-            f"exp_ctrl.keep_best=true: experiment {spec.name} makes no held-out evaluation, so no "
-            f"policy is the best"
+            f"exp_ctrl.keep_best=true: experiment {spec.name} has no held-out evaluation, so it "
+            "cannot tell which policy is the best"
         )
     *_, graph = [build_spec_graph(every) for every in all_specs]
     return BuiltExperiment(

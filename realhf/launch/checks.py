@@ -111,11 +111,9 @@ def _host_problems(config: ExperimentConfig) -> Iterator[str]:
         and not which(os.path.expanduser(engine.vllm_executable))
     ):
         yield (
-            f"engine.vllm_executable={engine.vllm_executable}: no such program here, so "
-            f"engine.name=vllm starts no "
-            "server; install vLLM in an environment of its own and name its program, or a server "
-            "that runs with "
-            "engine.vllm_url"
+            f"engine.vllm_executable={engine.vllm_executable}: no such program on this "
+            "machine, so engine.name=vllm cannot start a server; install vLLM in a separate "
+            "environment and name its program here, or name a running server with engine.vllm_url"
         )
     for name in config.monitor.trackers:
         if find_spec(name) is None:
@@ -401,8 +399,8 @@ def _weights_problems(
     if max_total_tokens > limit:
         reason = context_reason(model_config)
         yield (
-            f"rollout.max_total_tokens={max_total_tokens}: the context of {path} holds {limit} "
-            f"tokens{reason}"
+            f"rollout.max_total_tokens={max_total_tokens}: the context length of {path} is "
+            f"{limit} tokens{reason}"
         )
     if (size := _vocabulary_size(folder)) is None:
         return
@@ -419,8 +417,8 @@ def _weights_problems(
     )
     if (rows := next(embedding_rows, size)) != size:
         yield (
-            f"{role}.path={path}: the checkpoint embeds {rows} tokens, config.json says "
-            f"vocab_size={size}"
+            f"{role}.path={path}: the checkpoint has embeddings of {rows} tokens, but "
+            f"config.json has vocab_size={size}"
         )
 
 

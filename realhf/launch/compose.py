@@ -395,8 +395,7 @@ def _check_algorithm(config: ExperimentConfig, chosen_path: str | None, own_file
         chosen_path or ""
     ):
         raise ConfigError(
-            f"ppo.algo={algo}: set it in {own_file.name} or on the command line; no other choice can "
-            f"make it"
+            f"ppo.algo={algo}: it can be set only in {own_file.name} or on the command line"
         )
 
 
@@ -677,7 +676,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{path}: must hold options (name: value), not a {type(content).__name__}"
+            f"{path}: must contain options (name: value), not a {type(content).__name__}"
         )
     return content
 

@@ -237,8 +237,8 @@ def with_algorithm(config: type[C], reference: str) -> type[C]:
         return config
     if any(every.name == "algorithm" for every in fields(config)):
         raise ValueError(
-            f"ppo.algo={reference}: has options, and the experiment has a section algorithm of its "
-            f"own"
+            f"ppo.algo={reference}: the algorithm has options, but the experiment already has a "
+            "section named algorithm"
         )
     try:
         return with_section(config, "algorithm", options)

@@ -302,7 +302,7 @@ def _replace_workers(
         message = failure_message(exit_)
         start_error = ""
         if vital_names and exit_.name not in vital_names:
-            consequence = f"the run cannot go on without {vital_names[0]}"
+            consequence = f"the run cannot continue without {vital_names[0]}"
             record_death(run_dir, exit_.name, message.splitlines()[0], consequence)
             display.show({"kind": "warning", "text": f"{message}; {consequence}"})
             continue
@@ -318,14 +318,14 @@ def _replace_workers(
             message = message.splitlines()[0]
             consequence = "it is started again"
         elif supervisor.is_dispensable(exit_.name):
-            consequence = f"{start_error or 'it failed too often'}; the run goes on without it"
+            consequence = f"{start_error or 'it failed too often'}; the run continues without it"
         else:
             consequence = start_error
         record_death(
             run_dir,
             exit_.name,
             message.splitlines()[0],
-            consequence or "the run cannot go on without it",
+            consequence or "the run cannot continue without it",
         )
         if spec is None and not supervisor.is_dispensable(exit_.name):
             raise WorkerFailed(f"{message}; {start_error}" if start_error else message)

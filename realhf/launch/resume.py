@@ -83,12 +83,12 @@ def check_resume(config: ExperimentConfig, effective: Sequence[str] = ()) -> Res
     earlier = state.get("options") or _read_options(folder, config)
     changes = find_changes(config, earlier) if earlier else []
     changes = [change for change in changes if not effective or change.name in effective]
-    start = f"trial_name={config.trial_name}: {folder} holds a run"
+    start = f"trial_name={config.trial_name}: {folder} has a run"
     if refused_changes := [change for change in changes if change.on_resume == "refuses"]:
         raise ConfigError(
-            f"{start} that has made {step} steps with other options: {_format_changes(refused_changes)}; "
+            f"{start} that has trained {step} steps with other options: {_format_changes(refused_changes)}; "
             f"choose another "
-            "trial_name, continue with its own options, or start it over with "
+            "trial_name, use the options of that run, or start it over with "
             "recover_mode=disabled"
         )
     warning_changes = [change for change in changes if change.on_resume == "warns"]

@@ -58,9 +58,7 @@ def run_to_the_end(
     has_trial_name = any(text.startswith("trial_name=") for text in arguments)
     signals = StopSignals()
     resume_hint = (
-        ""
-        if has_trial_name
-        else f"to go on with it: {resume_command(arguments, config.trial_name)}"
+        "" if has_trial_name else f"to resume it: {resume_command(arguments, config.trial_name)}"
     )
     try:
         with adopt_orphans(), signals.install(), _lock_folder(built.spec.run_dir):
@@ -113,7 +111,7 @@ def _record_terminal_loss(run_dir: Path, reason: str) -> None:
         log.parent.mkdir(exist_ok=True)
         with log.open("a", encoding="utf-8") as file:
             file.write(
-                f"{datetime.now().astimezone().isoformat()} {reason}; the run goes on without it\n"
+                f"{datetime.now().astimezone().isoformat()} {reason}; the run continues without it\n"
             )
 
 

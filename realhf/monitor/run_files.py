@@ -45,7 +45,7 @@ class Evaluations:
             new_path = set_aside(self._path)
             fate = f"was renamed to {new_path.name}; " if new_path else ""
             warn(
-                f"{self._path} cannot be parsed ({error}) and {fate}the run goes on without "
+                f"{self._path} cannot be parsed ({error}) and {fate}the run continues without "
                 f"its evaluations"
             )
 

@@ -163,7 +163,7 @@ class RunLog:
         self._rollouts_every = config.episodes_every_steps
         if completed_steps and not os.path.lexists(run_dir / EVALUATIONS_FILE):
             self._warn(
-                f"{run_dir / EVALUATIONS_FILE} is missing: the run goes on without the earlier "
+                f"{run_dir / EVALUATIONS_FILE} is missing: the run continues without the earlier "
                 "evaluations"
             )
         self.evaluations = Evaluations(run_dir, self._warn)
@@ -205,11 +205,11 @@ class RunLog:
                 ", ..." if len(parsed.damaged) > 8 else ""
             )
             self._warn(
-                f"{path} is damaged in line {lines} and was renamed to {new_path.name}; the run goes on "
+                f"{path} is damaged in line {lines} and was renamed to {new_path.name}; the run continues "
                 "without these lines"
             )
         elif missing:
-            self._warn(f"{path} lacks {_list_steps(missing)}; the run goes on without them")
+            self._warn(f"{path} lacks {_list_steps(missing)}; the run continues without them")
         return rows
 
     def record_step(self, step: int, metrics: Mapping[str, float], episodes: Sequence[str]) -> None:

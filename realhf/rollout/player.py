@@ -69,7 +69,7 @@ class SlotEnvironment:
 
     A step that the environment reports as not executed is sent again. If a deterministic
     environment is lost in the middle of an episode, a new instance is reset with the same task and
-    seed and gets the same messages; if it gives the same answers, the episode goes on. Episodes of
+    seed and gets the same messages; if it gives the same answers, the episode continues. Episodes of
     other environments are played again from the start. Source: docs/reference/dataflow.md 9 (a
     failure is never a reward of 0).
 

@@ -125,7 +125,7 @@ class RolloutLoop:
     """Loop that plays one sample at a time on each player.
 
     If a group or a player fails, or a sample cannot be encoded, the attempt is reported to the
-    master as failed and the loop goes on.
+    master as failed and the loop continues.
     """
 
     def __init__(

@@ -86,7 +86,7 @@ class RequestHandler:
         self, kind: str, handler: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
         """Wrap the handler of a kind of request that has a sequence number. If the handler refuses
-        a request permanently, its number is recorded as failed. The client goes on with the next
+        a request permanently, its number is recorded as failed. The client continues with the next
         number, and that request would otherwise wait forever."""
 
         async def handle(request: Request) -> Response:

@@ -5,7 +5,7 @@ programs. python -m realhf.view note RUN ["text"] [--tag TAG] writes down what y
 a run, or prints it. python -m realhf.view report RUN [--no-rollouts] writes the page as one file,
 report.html, into the run's folder.
 
-A run that goes on is followed with --follow; one that ended or was killed is read as it is. Several
+A run in progress is followed with --follow; one that ended or was killed is read as it is. Several
 runs, or a folder of runs, are compared. Nothing is written, and the page is served to this machine
 only.
 """

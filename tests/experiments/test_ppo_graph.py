@@ -249,7 +249,7 @@ def test_a_critic_reads_the_actors_tokens(tmp_path: Path) -> None:
         match=r"critic.path=.*other: its vocabulary has 90 tokens, that of actor.path.* 100",
     ):
         built(*arguments, f"critic.path={other}")
-    with pytest.raises(ConfigError, match=r"the context of .*short holds 32 tokens"):
+    with pytest.raises(ConfigError, match=r"the context length of .*short is 32 tokens"):
         built(*arguments, f"critic.path={short}")
 
 

@@ -113,7 +113,7 @@ def test_a_choice_about_a_section_that_the_experiment_lacks_is_refused(tmp_path:
     ("text", "said"),
     [
         ("defaults: 5\n", "defaults must be a list"),
-        ("- seed\n", "must hold options .name: value., not a list"),
+        ("- seed\n", "must contain options .name: value., not a list"),
     ],
 )
 def test_a_yaml_of_another_shape_is_named(tmp_path: Path, text: str, said: str):

@@ -56,7 +56,9 @@ def test_the_template_must_exist_and_read_the_variables(tmp_path):
 def test_episodes_longer_than_the_context_are_refused(tmp_path):
     assert problems(folder_of(tmp_path), total=4096) == []
     [problem] = problems(folder_of(tmp_path), total=4097)
-    assert problem == f"rollout.max_total_tokens=4097: the context of {tmp_path} holds 4096 tokens"
+    assert (
+        problem == f"rollout.max_total_tokens=4097: the context length of {tmp_path} is 4096 tokens"
+    )
     windowed = {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]}
     assert problems(folder_of(tmp_path, **windowed), total=4096) == [], "a window is no bound"
 
@@ -255,7 +257,7 @@ def test_tokenizer_and_weights_must_have_the_vocabulary_of_the_model(tmp_path):
     ]
     folder_of(tmp_path, vocab_size=5)
     assert problems(folder) == [
-        f"actor.path={folder}: the checkpoint embeds 4 tokens, config.json says vocab_size=5"
+        f"actor.path={folder}: the checkpoint has embeddings of 4 tokens, but config.json has vocab_size=5"
     ]
     for broken in (
         b"",

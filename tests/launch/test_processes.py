@@ -145,7 +145,7 @@ def test_a_worker_of_any_run_that_the_master_declares_dead_is_killed_and_named(t
         run_workers(built.plan(built.spec, 0.0), scheduler, QUIET)
     assert scheduler.killed == [("env/0", "killed: no heartbeat for 8.1 s", 7, 70)]
     assert [(death.process, death.then) for death in read_deaths(built.spec.run_dir)] == [
-        ("env/0", "the run cannot go on without it")
+        ("env/0", "the run cannot continue without it")
     ]
 
 
@@ -490,7 +490,7 @@ def test_a_successor_without_a_place_is_left_out_while_others_of_its_kind_run(cl
     assert [(death.process, death.then) for death in read_deaths(tmp_path)] == [
         (
             "generation/0",
-            "it cannot be started again: generation/0: no host has room; the run goes on without "
+            "it cannot be started again: generation/0: no host has room; the run continues without "
             "it",
         ),
         ("generation/1", "it cannot be started again: generation/1: no host has room"),
@@ -513,9 +513,9 @@ def test_nobody_gets_a_successor_where_the_run_ends_anyway(clock, tmp_path):
         )
     assert scheduler.started == []
     assert [(death.process, death.then) for death in read_deaths(tmp_path)] == [
-        ("generation/0", "the run cannot go on without model_worker/0"),
-        ("rollout_worker/0", "the run cannot go on without model_worker/0"),
-        ("model_worker/0", "the run cannot go on without it"),
+        ("generation/0", "the run cannot continue without model_worker/0"),
+        ("rollout_worker/0", "the run cannot continue without model_worker/0"),
+        ("model_worker/0", "the run cannot continue without it"),
     ]
 
 

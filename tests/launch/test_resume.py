@@ -163,7 +163,7 @@ def test_a_refused_launch_names_the_options_and_changes_nothing(tmp_path, capsys
         line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")
     ]
     assert told.startswith(
-        f"config error: trial_name=z: {folder} holds a run that has made 14 steps"
+        f"config error: trial_name=z: {folder} has a run that has trained 14 steps"
     )
     for text in ("ppo.algo=grpo -> drgrpo", "gen.temperature=1.0 -> 0.5"):
         assert text in told

@@ -406,7 +406,7 @@ def test_a_line_of_metrics_that_is_damaged_costs_that_line(tmp_path: Path, damag
     path.unlink()
     log, (line,) = opened_log(tmp_path, 3)
     log.close()
-    assert line == f"{path} lacks 3 steps: 1, 2, 3; the run goes on without them"
+    assert line == f"{path} lacks 3 steps: 1, 2, 3; the run continues without them"
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ def _split_words(command: str, max_bytes: int) -> list[str]:
     if _has_bare_newline(command):
         refuse(
             "newline",
-            "one command at a time: a line goes on in the next behind a backslash or in quotes",
+            "one command at a time: a line continues in the next one after a backslash or in quotes",
         )
     try:
         words = shlex.split(command, posix=True)

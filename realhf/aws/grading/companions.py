@@ -5,9 +5,9 @@ A *connection* is a setting by which one resource, the source, uses another, the
 subscription that sends to a queue, or a bucket's notification that invokes a function. Each row of
 ``companions.yaml`` (``Wiring``) describes a kind of connection that needs a grant: its query
 ``wires`` finds the connections in the record of a resource, and templates describe the grant. A
-grant is judged by what it allows, not by the policy that contains it. It may allow no more than the least
-permission. A grant to a service must be limited to the connection's source, or to sources in the
-account; a grant to a role must be to the role that the connection names. Source:
+grant is judged by what it allows, not by the policy that contains it. It may allow no more than the
+least permission. A grant to a service must be limited to the connection's source, or to sources in
+the account; a grant to a role must be to the role that the connection names. Source:
 docs/reference/environment.md 7.
 """
 

@@ -450,14 +450,8 @@ class TorchEngine:
         if not bool(unknown.any()):
             return
         position = int(unknown.nonzero()[0])
-        index = (
-            int(
-                np.searchsorted(
-                    sample.lengths("packed_input_ids").sample_row_offsets(), position, side="right"
-                )
-            )
-            - 1
-        )
+        offsets = sample.lengths("packed_input_ids").sample_row_offsets()
+        index = int(np.searchsorted(offsets, position, side="right")) - 1
         raise ValueError(
             f"packed_input_ids of sample {sample.ids[index]!r} has the token {int(ids[position])}, "
             f"and {self._role} "

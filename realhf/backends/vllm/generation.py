@@ -397,7 +397,7 @@ class VllmGenerator:
         try:
             await self._api.resume()
         except (VllmError, TimeoutError) as error:
-            self._fail(VllmError(f"{self._api.url} does not go on after an update: {error}"))
+            self._fail(VllmError(f"{self._api.url} does not continue after an update: {error}"))
 
     async def _call_workers(self, calls: Iterator[WorkerCall]) -> list[Any]:
         """Make the calls to the workers one by one. Return the results of the last call, or of the

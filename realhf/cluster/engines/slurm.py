@@ -71,7 +71,7 @@ SCRIPT = """\
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@{notice}
-# Each attempt goes on after the last checkpoint of the one before it.
+# Each attempt resumes from the last checkpoint of the one before it.
 set -u
 cd {folder}
 export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-1}}"

@@ -493,7 +493,7 @@ def read_history(folder: Path) -> History:
                 )
             if (next_frame := _find_frame(path, good)) is not None:
                 raise JournalDamaged(
-                    f"{path} is damaged at byte {good}, and whole records follow at byte "
+                    f"{path} is damaged at byte {good}, and intact records follow at byte "
                     f"{next_frame}"
                 )
             torn = (path, good)
@@ -560,9 +560,7 @@ def read_segment(path: Path) -> tuple[list[list[Record]], int]:
         try:
             frames.append(_DECODER.decode(body))
         except msgspec.MsgspecError as error:
-            raise JournalError(
-                f"{path} holds an unknown record at byte {offset}: {error}"
-            ) from error
+            raise JournalError(f"{path} has an unknown record at byte {offset}: {error}") from error
         offset += _HEADER.size + size
     return frames, offset
 
@@ -621,7 +619,7 @@ def _cut_torn_frame(path: Path, size: int) -> str:
         f"the last {len(data)} bytes of {path} are an incomplete record, as after an "
         "interrupted write; "
         f"they are kept in "
-        f"{kept.name}, and the run goes on without them"
+        f"{kept.name}, and the run continues without them"
     )
 
 

@@ -4,8 +4,8 @@ Runs in the master's event loop; every change of state is synchronous. Nothing i
 evaluation trains nothing, and one that a killed run did not finish is played again from the start.
 
 An evaluation begins right after a version is published. Every generation worker keeps ("pins") that
-version for it: in a second engine where it can have one, so that training goes on; otherwise the
-next version is held back until the evaluation has finished, and training goes on only as far as the
+version for it: in a second engine where it can have one, so that training continues; otherwise the
+next version is held back until the evaluation has finished, and training continues only as far as the
 staleness bound allows.
 
 The evaluation loop

@@ -8,7 +8,7 @@ A generation worker is *current* once it has loaded the version that admission c
 current, because admission counts the lowest version of the current workers. Only current workers
 are listed for the rollout workers. All others are *stale*: a worker that joins, perhaps in the
 middle of an update, catches up first; so does a straggler that takes much longer than the others to
-load a version, which go on without it until then.
+load a version, which continue without it until then.
 
 Each worker answers with digests of the tensors it holds. They must equal the digests of the
 trainer's tensors; if not, ``on_wrong`` is called, which must end the run.
@@ -322,7 +322,7 @@ class WeightUpdates:
         self._straggler_timer = None
         for worker in self._stragglers():
             _log.warning(
-                "%s is stale: others have version %d, and go on without it",
+                "%s is stale: others have version %d and continue without it",
                 worker,
                 self.published_version,
             )

@@ -108,7 +108,7 @@ def _continue_run(state: TrajectoryState, request: Mapping[str, Any]) -> None:
     state.put_run(msgspec.structs.replace(run, step=step, max_staleness=staleness, **changed))
     state.counters["continued"] += 1
     logger.info(
-        "the run %r of %r goes on at step %d with %d groups queued; to start a new one, register "
+        "the run %r of %r continues at step %d with %d groups queued; to start a new one, register "
         "with X-Reset: 1",
         run.wandb_group,
         run.wandb_project,

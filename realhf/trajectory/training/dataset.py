@@ -74,7 +74,7 @@ class TrajectoryDataset:
         known = not run.fresh and self._is_ours(run)
         self._register(run, step, join=known)
         if known:
-            logger.info("the server knows this run; it goes on")
+            logger.info("the server has this run; it continues")
         self._settle_leases(consumed)
 
     @property

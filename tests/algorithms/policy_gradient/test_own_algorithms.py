@@ -273,12 +273,12 @@ def test_nonsense_is_refused(ppo: dict[str, Any], own: dict[str, Any], said: str
         ),
         (
             "Algorithm(loss=f, preset={'loss': 'ppo'})",
-            "preset: loss=ppo and a function of its own",
+            "preset: loss=ppo conflicts with the algorithm's own function",
         ),
-        ("Algorithm(loss=f, clip_options=('eps',))", "clip_options: 'eps' is none of eps_clip"),
+        ("Algorithm(loss=f, clip_options=('eps',))", "clip_options: 'eps' is not one of eps_clip"),
         ("Algorithm(clip_options=('ratio',))", "clip_options: need a loss"),
         ("Algorithm(options=int)", "options: must be a dataclass"),
-        ("Algorithm(options=Empty)", "options: nothing reads them without a loss or advantages"),
+        ("Algorithm(options=Empty)", "options: they have no effect without a loss or advantages"),
         ("Algorithm(loss=f, options=Open)", "options: every field of Open needs a default"),
         (
             "Algorithm(advantages=f, clip_options=())",

@@ -243,7 +243,7 @@ def test_a_flipped_bit_is_damage_wherever_records_follow_it(tmp_path: Path) -> N
         told = list[str]()
         if offset < last:
             with pytest.raises(
-                JournalDamaged, match=r"damaged at byte \d+, and whole records follow at byte"
+                JournalDamaged, match=r"damaged at byte \d+, and intact records follow at byte"
             ):
                 Journal.open(damaged, warn=told.append)
             assert _bytes_in(damaged) == before and not told, "nothing was changed"

@@ -186,7 +186,7 @@ def test_a_token_stands_before_the_host_where_there_are_keys():
         ),
         (
             NetworkConfig("0.0.0.0"),
-            ["network.bind=0.0.0.0: workers cannot be told to connect there; set"],
+            ["network.bind=0.0.0.0: workers cannot connect to this address; set"],
         ),
         (
             NetworkConfig("a", "0.0.0.0"),
