@@ -21,7 +21,7 @@ from pathlib import Path
 from harness.killed_run import AWS, VERIFIER, KilledRun, Stuck, make_policy, pause_again_and_again
 
 END_S = 240.0
-MOST_STEPS = 400
+MAX_STEPS = 400
 ENVIRONMENTS = {"verifier": VERIFIER, "aws": AWS}
 
 
@@ -34,7 +34,7 @@ def play(
         folder,
         f"{mode}_{environment}",
         policy,
-        steps=MOST_STEPS,
+        steps=MAX_STEPS,
         environment=ENVIRONMENTS[environment],
         synchronous=mode == "sync",
     )

@@ -64,7 +64,7 @@ OPTIMIZER = {
     "eps": 1e-8,
     "gradient_clipping": 1.0,
 }
-MOST_APART = 1e-3
+MAX_APART = 1e-3
 ANSWER_S = 3600.0
 
 
@@ -216,7 +216,7 @@ def measure(
     if len({answer["prompt_tokens"] for answer in ready.values()}) > 1:
         raise RuntimeError(f"the sides read the prompts as different tokens: {ready}")
     norms = {side.name: side.step(GIVEN)["grad_norm"] for side in sides}
-    if abs(norms[OURS] / norms[TRL] - 1) > MOST_APART:
+    if abs(norms[OURS] / norms[TRL] - 1) > MAX_APART:
         raise RuntimeError(
             f"the sides do not compute the same: their gradients have the norms {norms}"
         )

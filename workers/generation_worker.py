@@ -93,12 +93,8 @@ class VersionGate:
     """Queue of requests that need newer weights than the engine has. ``version()`` returns the
     policy version of the engine's weights.
 
-    Thread-safe.
-
-    A waiting request
-      produces: a call of ``go`` or ``give_up``;
-      waits for: an engine version of at least ``at_least``;
-      unblocked by: ``open`` after an update, or ``drop``.
+    Thread-safe. Each request waits until the engine has version ``at_least``. After an update,
+    ``open`` calls ``go`` of the requests that need not wait any longer; ``drop`` calls ``give_up``.
     """
 
     def __init__(self, version: Callable[[], int]) -> None:

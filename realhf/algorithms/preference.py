@@ -446,8 +446,8 @@ class RewardModelInterface(PairwiseInterface):
 
 
 def truncate_after_policy(sample: SequenceSample, tokenizer: Any) -> SequenceSample:
-    """Cut every sequence after the last token of its mask and append an end token, which alone is
-    in the new mask.
+    """Truncate every sequence after the last token of its mask and append an end token. The new
+    mask selects only the end token.
 
     The value predicted for the end token is that of the state after the policy's last token. The
     result has ``packed_input_ids`` and ``loss_mask``. A sequence without a token in its mask is cut

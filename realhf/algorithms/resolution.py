@@ -365,9 +365,9 @@ def _proximal_method(config: PolicyGradientOptions, value: Mapping[str, Any]) ->
 
 
 def check_effects(config: PolicyGradientOptions, value: Mapping[str, Any]) -> None:
-    """Raise ValueError naming the first option without effect or in contradiction to others.
+    """Raise ValueError for the first option that has no effect or contradicts another.
 
-    ``config`` are the options as given, ``value`` all options with those of the preset filled in.
+    ``config`` has the options as given, ``value`` all options, including those of the preset.
     """
     for problem in (
         *_find_ineffective_options(config, value),

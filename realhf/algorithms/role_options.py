@@ -134,13 +134,13 @@ class CriticConfig(CriticOptions, ModelConfig):
         has_one_update = (self.n_minibatches or n_minibatches) * (
             self.sample_reuse or sample_reuse
         ) == 1
-        idle = ("value_clip",) if has_one_update else ()
+        unused = ("value_clip",) if has_one_update else ()
         active = {
             item.name: getattr(self, item.name)
             for item in fields(CriticOptions)
-            if item.name not in idle
+            if item.name not in unused
         }
-        return {**dict.fromkeys(idle), **active}
+        return {**dict.fromkeys(unused), **active}
 
     def problems(self, name: str) -> Iterator[str]:
         """Yield an error for each option without effect, for an unsupported path and for repeated

@@ -203,10 +203,11 @@ def select_weighted_part(
 def component_weights(
     part: SequenceSample, aggregation: str, loss_scale_len: int = 1
 ) -> dict[str, Tensor]:
-    """Return the loss weights of each component, f32 (L-1).
+    """Return the weight of each token in the loss and its components, f32 (L-1) each.
 
-    ``loss_weights`` covers all trained tokens. Each key of ``COMPONENTS`` that ``part`` holds
-    covers its own tokens: their aggregation weights times ``part[key]``.
+    ``loss_weights`` has the aggregation weights over all trained tokens. For each key of
+    ``COMPONENTS`` in ``part`` there are aggregation weights over the component's own tokens, those
+    with a nonzero ``part[key]``, times ``part[key]``.
     """
     tokens = PredictedTokens.from_sample(part)
     turn = drop_first_tokens(part, TURN_IDS) if TURN_IDS in part.keys else None

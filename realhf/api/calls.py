@@ -192,7 +192,7 @@ class AbortRequest(Message, frozen=True):
 
 
 class FetchPart(Message, frozen=True):
-    """Call inputs to fetch from another worker, which stores them."""
+    """Inputs of a call that have to be fetched from the worker that holds them."""
 
     endpoint: str
     """Address of that worker."""

@@ -163,7 +163,7 @@ def demonstration_problems(row: Mapping[str, Any]) -> Iterator[str]:
         yield from tool_problems(row["tools"])
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns or turns[0] == 0:
-        yield "messages: a demonstration opens with messages that an assistant answers"
+        yield "messages: a demonstration needs an assistant turn, and a message before the first one"
     elif problem := find_missing_request(messages[: turns[0]]):
         yield f"messages: the opening {problem}"
     for number in turns:

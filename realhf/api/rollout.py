@@ -119,7 +119,8 @@ class ChatFormat(Protocol):
         ...
 
     def without_open_reasoning(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the ids of a prompt without a final tag that opens the next turn's reasoning."""
+        """Return the ids of a prompt, without the tag at its end (``<think>``) that opens the
+        reasoning of the next turn, if there is one."""
         ...
 
 

@@ -36,17 +36,17 @@ class Lengths:
     from 0 to ``len(values)``.
     """
 
-    __slots__ = ("_rows", "offsets", "values")
+    __slots__ = ("_row_offsets", "offsets", "values")
 
     def __init__(self, values: IntArray, offsets: IntArray) -> None:
         if values.size and np.minimum.reduce(values) < 0:
             raise ValueError("sequence lengths must be >= 0")
         ends_fit = offsets.size and offsets[0] == 0 and offsets[-1] == len(values)
         if not ends_fit or (len(offsets) > 2 and (np.diff(offsets) < 0).any()):
-            raise ValueError("offsets of sequence lengths do not cover them in order")
+            raise ValueError("offsets of sequences must rise from 0 to the number of sequences")
         self.values = values
         self.offsets = offsets
-        self._rows: IntArray | None = None
+        self._row_offsets: IntArray | None = None
 
     @staticmethod
     def of(nested: Sequence[Sequence[int]]) -> Lengths:
@@ -90,9 +90,9 @@ class Lengths:
     def row_offsets(self) -> IntArray:
         """Return the index of each sequence's first row, followed by the number of rows: int64 (n
         sequences + 1,)."""
-        if self._rows is None:
-            self._rows = _cumulative_sums(self.values)
-        return self._rows
+        if self._row_offsets is None:
+            self._row_offsets = _cumulative_sums(self.values)
+        return self._row_offsets
 
     def sample_row_offsets(self) -> IntArray:
         """Return the index of each sample's first row, followed by the number of rows: int64 (n

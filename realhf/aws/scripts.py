@@ -98,16 +98,26 @@ def write_scripts(
     rephrased: bool = False,
     shown: int = OBSERVATION_CHARS,
 ) -> list[Script]:
-    """Return the episodes to play, shuffled; ``seed`` determines them. Templates are left out if
-    their solutions need ids that no text of the task states, because imitating them would teach the
-    policy to invent ids.
+    """Return scripted episodes of every template of a split, in an order shuffled by ``seed``.
 
-    Each template gets exactly the rounded share of each kind in ``mix``, the rest canonical. A
-    template to which a kind cannot be applied (continuation of one step) gets canonical episodes
-    instead. ``split`` chooses templates, not names. ``learn_mistakes``: mistakes with a recovery
-    are also imitated. ``slips``: recoveries start from slips of the command line, which are never
-    imitated. ``rephrased``: use further wordings of the tasks, see ``instantiate``. ``shown``:
-    characters of an answer that the policy reads. Raises ValueError for an invalid mix.
+    Templates whose solution needs an id that the task's description does not mention are left out,
+    because imitating them would teach the policy to invent ids.
+
+    Args:
+        episodes_per_task: Number of episodes of each template.
+        seed: Seed of the order and of everything drawn.
+        tiers: Tiers of the templates; None for all.
+        tags: Tags that a template must have.
+        split: Split of the templates. Names of resources are those of training in every split.
+        mix: Fraction of the episodes of each kind of ``KINDS``. The others are canonical: they play
+            the task's solution. So are those of a template to which a kind cannot be applied, such
+            as the continuation of a solution with one step.
+        learn_mistakes: Whether the wrong command before a recovery is imitated as well.
+        slips: Whether recoveries start from a mistyped command line, which is never imitated.
+        rephrased: Whether to use further wordings of the tasks, see ``instantiate``.
+        shown: Number of characters of a command's output that the policy sees.
+
+    Raises ValueError for an invalid mix.
     """
     unknown = set(mix) - set(KINDS)
     if unknown:
@@ -115,7 +125,9 @@ def write_scripts(
             f"unknown kind {sorted(unknown)[0]!r} in the mix; known: {', '.join(sorted(KINDS))}"
         )
     if any(share < 0 for share in mix.values()) or sum(mix.values()) > 1 + 1e-9:
-        raise ValueError("the mix holds shares of one: not negative, together at most 1")
+        raise ValueError(
+            "the fractions of the mix must not be negative and must add up to at most 1"
+        )
     rng = random.Random(f"sft:{seed}")
     mixed = [kind for kind in KINDS for _ in range(round(mix.get(kind, 0.0) * episodes_per_task))]
     kinds = (mixed + [CANONICAL] * episodes_per_task)[:episodes_per_task]

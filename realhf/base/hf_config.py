@@ -337,13 +337,13 @@ has no experts."""
 def routed_experts(config: Mapping[str, Any]) -> int:
     """Return the number of experts from which the model's router chooses; 0 for a dense model."""
     text = _text_config(config)
-    inner = text.get("ffn_config")
+    ffn_config = text.get("ffn_config")
     if any(text.get(option) is False for option in _MIXTURE_SWITCHES):
         return 0
-    places = (text, inner if isinstance(inner, Mapping) else {})
-    counts = [place.get(option) for place in places for option in _EXPERTS]
-    most = max((max(_list_integers(count), default=0) for count in counts), default=0)
-    return most if most > 1 else 0
+    sections = (text, ffn_config if isinstance(ffn_config, Mapping) else {})
+    counts = [section.get(option) for section in sections for option in _EXPERTS]
+    n_experts = max((max(_list_integers(count), default=0) for count in counts), default=0)
+    return n_experts if n_experts > 1 else 0
 
 
 def _list_integers(count: Any) -> list[int]:

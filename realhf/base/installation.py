@@ -34,7 +34,7 @@ DISTRIBUTION = "realhf-agents"
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra: of this checkout, or of the installed
+    """Return the command that installs an optional extra, from this checkout or for the installed
     distribution."""
     if not (IMPORT_ROOT / "setup.py").is_file():
         return f"pip install '{DISTRIBUTION}[{extra}]'"

@@ -141,8 +141,9 @@ class FileTransfer:
     matching prefix applies."""
 
     def map_path(self, text: str) -> str:
-        """Replace the path in ``text``, a path or ``path:Name``, by the path on the host. Return
-        any other string unchanged."""
+        """Replace a path of the launcher's machine with the path of its copy on the host.
+
+        ``text`` may be the path or ``path:Name``. Any other string is returned unchanged."""
         for here in sorted(self.paths, key=len, reverse=True):
             if text == here or text.startswith((f"{here}/", f"{here}:")):
                 return self.paths[here] + text[len(here) :]

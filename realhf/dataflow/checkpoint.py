@@ -194,7 +194,7 @@ class CheckpointStore:
             _log.warning("checkpoint %s is not valid (%s); trying the one before", path, defect)
             self._damaged.add(path)
             defects.append(f"{path.name} ({defect})")
-        self._check_never_any(defects)
+        self._ensure_none_written(defects)
         return None
 
     def newest(self) -> tuple[int, dict[str, Any]] | None:
@@ -209,23 +209,23 @@ class CheckpointStore:
             if defect is None:
                 return _order(path)[0], self._read(_read_state, path)
             defects.append(f"{path.name} ({defect})")
-        self._check_never_any(defects)
+        self._ensure_none_written(defects)
         return None
 
-    def _check_never_any(self, defects: Sequence[str]) -> None:
-        """Raise CheckpointError unless no checkpoint was ever written. ``defects`` describes the
-        damaged ones."""
+    def _ensure_none_written(self, defects: Sequence[str]) -> None:
+        """Raise CheckpointError if a checkpoint was ever written here, although none is usable.
+        ``defects`` describes the damaged ones."""
         if defects:
             raise CheckpointError(
-                f"{self.folder} holds checkpoints and none can be used: {'; '.join(defects)}. "
+                f"{self.folder} has checkpoints, but none can be used: {'; '.join(defects)}. "
                 f"Nothing was changed; put "
                 f"back what is missing, or {START_OVER}"
             )
         evidence = next((path for path in self._evidence if os.path.lexists(path)), None)
         if evidence is not None:
             raise CheckpointError(
-                f"{self.folder} holds no checkpoint, though the run has made one ({evidence} is "
-                f"there). Nothing was "
+                f"{self.folder} has no checkpoint, though the run has made one ({evidence} "
+                f"exists). Nothing was "
                 f"changed; put its checkpoints back, or {START_OVER}"
             )
 

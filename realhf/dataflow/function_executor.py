@@ -264,7 +264,7 @@ class FunctionExecutor:
     def explain(self, step: int, idle_s: float) -> str:
         """Return a report on a stall: one line per call that explains what it waits for, and the
         calls to look at first."""
-        lines = [f"nothing moved for {idle_s:.0f} s at step {step}:"]
+        lines = [f"no progress for {idle_s:.0f} s at step {step}:"]
         activity = self.activity()
         for name, state in activity.items():
             lines.append(
@@ -274,9 +274,8 @@ class FunctionExecutor:
         unfinished = {name for name, state in activity.items() if state != "done"}
         first = sorted(name for name in unfinished if not unfinished & self.graph.ancestors(name))
         if len(first) < len(unfinished):
-            lines.append(
-                f"  look first at {', '.join(first)}: every other call needs what it makes"
-            )
+            their = "its" if len(first) == 1 else "their"
+            lines.append(f"  look first at {', '.join(first)}: all other calls need {their} output")
         return "\n".join(lines)
 
     def activity(self) -> dict[str, str]:

@@ -312,27 +312,27 @@ def model_problems(
     """
     folder = Path(model.path).expanduser()
     if model.path in BUILTIN_PATHS:
-        if idle := [name for name in model.chat_template_kwargs if name not in BUILTIN_VARIABLES]:
+        if unread := [name for name in model.chat_template_kwargs if name not in BUILTIN_VARIABLES]:
             yield (
                 f"{role}.chat_template_kwargs: the chat template of the built-in policy does not "
                 f"read "
-                f"{', '.join(idle)} (it reads {', '.join(BUILTIN_VARIABLES)})"
+                f"{', '.join(unread)} (it reads {', '.join(BUILTIN_VARIABLES)})"
             )
         if problem := expert_problem({}, role, accepted=model.experts):
             yield f"{role}.path={model.path}: {problem}"
         return
     if not folder.is_dir():
         if model.path == PRETRAINED:
-            yield f"{role}.path={model.path}: no such folder; `make model` makes it"
+            yield f"{role}.path={model.path}: no such folder; run `make model` to create it"
         elif model.path.startswith((".", "/", "~")) or not re.fullmatch(
             r"[\w.-]+(/[\w.-]+)?", model.path
         ):
             yield f"{role}.path={model.path}: no such folder"
         elif "/" not in model.path:
-            yield f"{role}.path={model.path}: no such folder (and a hub id reads owner/name)"
+            yield f"{role}.path={model.path}: no such folder (and a hub id has the form owner/name)"
         return
     if not (folder / "config.json").is_file():
-        yield f"{role}.path={model.path}: the folder holds no config.json, so no model"
+        yield f"{role}.path={model.path}: the folder has no config.json, so it is not a model"
         return
     template = _chat_template(folder) if renders else "-"
     if not template:
@@ -340,10 +340,10 @@ def model_problems(
             f"{role}.path={model.path}: the tokenizer has no chat template; use an "
             f"instruction-tuned model"
         )
-    elif renders and (idle := find_unread_variables(template, model.chat_template_kwargs)):
+    elif renders and (unread := find_unread_variables(template, model.chat_template_kwargs)):
         yield (
             f"{role}.chat_template_kwargs: the chat template of {model.path} does not read "
-            f"{', '.join(idle)}"
+            f"{', '.join(unread)}"
         )
     yield from _weights_problems(role, model, folder, max_total_tokens)
 

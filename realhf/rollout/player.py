@@ -49,7 +49,7 @@ _RESENDS = 8
 executed."""
 # Exponential back-off between attempts, in seconds.
 _FIRST_PAUSE_S = 0.01
-_LONGEST_PAUSE_S = 0.5
+_MAX_PAUSE_S = 0.5
 _CLOSE_S = 5.0
 """Seconds that an environment gets to close."""
 _log = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ class SlotEnvironment:
                     raise
             self.failures["unavailable"] += 1
             await asyncio.sleep(pause_s)
-            pause_s = min(max(_FIRST_PAUSE_S, 2 * pause_s), _LONGEST_PAUSE_S)
+            pause_s = min(max(_FIRST_PAUSE_S, 2 * pause_s), _MAX_PAUSE_S)
         return await self._send_guarded(what, send)
 
     async def _send_guarded(self, what: str, send: Callable[[], Awaitable[T]]) -> T:
@@ -279,7 +279,7 @@ class SlotEnvironment:
                 ):
                     raise
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
 
 def _replace_surrogates(messages: Any) -> Any:

@@ -48,9 +48,9 @@ def guard_rules(options: ServerOptions) -> GuardRules:
     )
     return GuardRules(
         pages=PageRules(hosts),
-        form=error_body,
+        error_body=error_body,
         authorize=authorize,
-        local_remedy=""
+        local_only_reason=""
         if keys
         else f"without API keys this server is for its own machine only: set "
         f"{options.setting_label('token_file')}",

@@ -46,7 +46,7 @@ TRAINING_COPIES = 5
 gradients, and a backup of the gradients that is restored if a further pass fails."""
 LEAST_EPS = 1e-16
 """Minimum epsilon of AdamW, see ``_parse_adam_params``."""
-LARGEST_RATE = 1e3
+MAX_RATE = 1e3
 """Maximum learning rate, see ``_parse_adam_params``."""
 OUTPUTS = ("logprobs", "elementwise_loss")
 """Outputs of a pass per target, by their names in the client's documentation."""
@@ -301,9 +301,9 @@ def _parse_adam_params(params: Mapping[str, float]) -> OptimizerConfig:
     # more than the whole weight diverges.
     if values["eps"] < LEAST_EPS:
         raise BadRequest(f"optim_params.eps={values['eps']} must be {LEAST_EPS:g} or more")
-    if values["learning_rate"] > LARGEST_RATE:
+    if values["learning_rate"] > MAX_RATE:
         raise BadRequest(
-            f"optim_params.learning_rate={values['learning_rate']} must be {LARGEST_RATE:g} or less"
+            f"optim_params.learning_rate={values['learning_rate']} must be {MAX_RATE:g} or less"
         )
     if values["learning_rate"] * values["weight_decay"] > 1:
         raise BadRequest(

@@ -99,7 +99,7 @@ class RpcWorker:
         self._stopping = threading.Event()
         self._lost = ""
         self._control_failure: BaseException | None = None
-        self._last_no = 0
+        self._last_number = 0
         # Guards the start of a call against its cancellation: a cancelled call either never starts
         # or sees ``is_running_call_cancelled``.
         self._begin_lock = threading.Lock()
@@ -257,8 +257,8 @@ class RpcWorker:
         for header, payload in self._messages(socket, self._waker):
             if header["kind"] != "request":
                 continue
-            if header["no"] != self._last_no + 1:
-                error = ProtocolError(f"call {header['no']} arrived after call {self._last_no}")
+            if header["no"] != self._last_number + 1:
+                error = ProtocolError(f"call {header['no']} arrived after call {self._last_number}")
                 self._reply_error(socket, header, error)
                 raise error
             if not self._begin(header):
@@ -273,7 +273,7 @@ class RpcWorker:
     def _begin(self, header: dict[str, Any]) -> bool:
         """Mark this call as running; return False if it has been cancelled."""
         with self._begin_lock:
-            self._last_no = header["no"]
+            self._last_number = header["no"]
             if header["id"] in self._cancelled:
                 self._cancelled.discard(header["id"])
                 return False
@@ -324,15 +324,15 @@ class RpcWorker:
             if self._on_roster is not None:
                 self._on_roster(self._roster)
 
-    def _cancel(self, request_id: bytes, no: int) -> None:
+    def _cancel(self, request_id: bytes, number: int) -> None:
         with self._begin_lock:
-            if no > self._last_no:
+            if number > self._last_number:
                 self._cancelled.add(request_id)
             running = self._running
             if running and running[0] == request_id:
                 self._cancelled_running = request_id
         if running and running[0] == request_id and sys.__stderr__ is not None:
-            _log.warning("the master gave up on %s; where the threads are:", running[1])
+            _log.warning("the master cancelled %s; stacks of the threads:", running[1])
             with contextlib.suppress(OSError, ValueError):
                 faulthandler.dump_traceback(file=sys.__stderr__)
 

@@ -117,7 +117,7 @@ def run_events(run_dir: Path, hosts: HostLanes) -> list[dict[str, Any]]:
             for name, values in (changed.items() if isinstance(changed, dict) else ())
             if isinstance(values, list)
         ]
-        what = "the run went on with " + (", ".join(changed_options) or "the same options")
+        what = "resumed with " + (", ".join(changed_options) or "the same options")
         events.append({"at": None, "step": entry.get("completed_steps"), "what": what})
     for death in read_deaths(run_dir):
         events.append(

@@ -25,8 +25,8 @@ from realhf.view.report import static_files
 from realhf.view.run import Run, RunList
 from realhf.view.run_data import MEDIA_TYPE
 from realhf.web.guard import (
-    OWN_FILES_POLICY,
     PAGE_HEADERS,
+    SAME_ORIGIN_POLICY,
     GuardRules,
     PageRules,
     RequestGuard,
@@ -230,17 +230,17 @@ server, with other runs, now uses the port."""
 
 
 def guard_rules() -> GuardRules:
-    """Return the rules by which requests are served: only from this machine, and only for the page
+    """Return the rules of the page's server: requests come from this machine, and from the page
     itself."""
-    remedy = "this page is served to 127.0.0.1 and localhost only"
+    local_only = "this page is served to 127.0.0.1 and localhost only"
     headers = {
         **PAGE_HEADERS,
-        "Content-Security-Policy": OWN_FILES_POLICY,
+        "Content-Security-Policy": SAME_ORIGIN_POLICY,
         "Cache-Control": "no-store",
     }
     return GuardRules(
-        pages=PageRules(ServedHosts(remedy), schemes=frozenset({"http"})),
-        form=lambda refusal: {"detail": refusal.detail},
-        local_remedy=remedy,
+        pages=PageRules(ServedHosts(local_only), schemes=frozenset({"http"})),
+        error_body=lambda refusal: {"detail": refusal.detail},
+        local_only_reason=local_only,
         headers={**headers, SERVER_HEADER: secrets.token_hex(8)},
     )

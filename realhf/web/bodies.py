@@ -297,7 +297,7 @@ class BodyRules:
 
     max_bytes: int
     """Largest body, before and after decompression."""
-    form: Callable[[Refusal], Mapping[str, Any]]
+    error_body: Callable[[Refusal], Mapping[str, Any]]
     """Returns the JSON body for a refusal, in the error format of the server's API."""
     budget: BodyBudget | None = None
     """Limit for all bodies together; None for no limit."""
@@ -360,7 +360,7 @@ class BodyReader:
             # request.
             close = {"Connection": "close"} if refusal.status in (413, 503) else {}
             answer = JSONResponse(
-                self._rules.form(refusal), refusal.status, refusal.headers | close
+                self._rules.error_body(refusal), refusal.status, refusal.headers | close
             )
             await answer(scope, receive, send)
             return

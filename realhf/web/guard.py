@@ -54,7 +54,7 @@ STRICT_POLICY = (
 )
 """Content-Security-Policy of a page that loads only scripts, styles, images and data, and only from
 its own server."""
-OWN_FILES_POLICY = f"default-src 'self'; {_LOCKED}; object-src 'none'"
+SAME_ORIGIN_POLICY = f"default-src 'self'; {_LOCKED}; object-src 'none'"
 """Content-Security-Policy of a page that loads anything except plugins, but only from its own
 server."""
 
@@ -217,11 +217,11 @@ class GuardRules:
     pages: PageRules | None
     """Rules for hosts and pages; None if tokens alone decide, because pages of other sites do not
     know them."""
-    form: Callable[[Refusal], Mapping[str, Any]]
+    error_body: Callable[[Refusal], Mapping[str, Any]]
     """Returns the JSON body for a refusal, in the error format of the server's API."""
     authorize: Authorize | None = None
     """Check of the token; None if no token is needed."""
-    local_remedy: str = ""
+    local_only_reason: str = ""
     """If not "", only connections to the loopback are served, and other clients get this reason."""
     websockets: bool = False
     """Whether the server has WebSocket endpoints, which check tokens themselves."""
@@ -256,7 +256,7 @@ class RequestGuard:
         refusal = self._find_refusal(scope) or (
             self._rules.authorize and self._rules.authorize(scope)
         )
-        app = self._app if refusal is None else refusal_response(refusal, self._rules.form)
+        app = self._app if refusal is None else refusal_response(refusal, self._rules.error_body)
         await app(scope, receive, send_with_headers if self._rules.headers else send)
 
     async def _serve_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -271,15 +271,17 @@ class RequestGuard:
 
     def _find_refusal(self, scope: Scope) -> Refusal | None:
         rules = self._rules
-        problem = rules.local_remedy if not is_local_server(scope) else ""
+        problem = rules.local_only_reason if not is_local_server(scope) else ""
         if not problem and rules.pages is not None:
             problem = rules.pages.problem(scope)
         return Refusal(403, problem, code=FOREIGN_ORIGIN) if problem else None
 
 
-def refusal_response(refusal: Refusal, form: Callable[[Refusal], Mapping[str, Any]]) -> Response:
+def refusal_response(
+    refusal: Refusal, error_body: Callable[[Refusal], Mapping[str, Any]]
+) -> Response:
     """Return the response to a refused request."""
-    return JSONResponse(form(refusal), refusal.status, refusal.headers)
+    return JSONResponse(error_body(refusal), refusal.status, refusal.headers)
 
 
 async def refuse_handshake(

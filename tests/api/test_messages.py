@@ -560,11 +560,11 @@ WRONG_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "tools": ({"messages": [USER, TURN], "tools": [{"name": "x"}]}, "tools[0] must be"),
     "a turn first": (
         {"messages": [TURN, USER]},
-        "a demonstration opens with messages that an assistant answers",
+        "a demonstration needs an assistant turn, and a message before the first one",
     ),
     "no turn": (
         {"messages": [USER]},
-        "a demonstration opens with messages that an assistant answers",
+        "a demonstration needs an assistant turn, and a message before the first one",
     ),
 }
 

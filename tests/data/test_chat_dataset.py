@@ -185,9 +185,15 @@ def test_the_system_prompt_precedes_a_row():
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"messages": []}, "opens with messages"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "opens with messages"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "opens with messages"),
+        ({"messages": []}, "needs an assistant turn, and a message before the first"),
+        (
+            {"messages": [{"role": "assistant", "content": "x"}]},
+            "needs an assistant turn, and a message before the first",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x"}]},
+            "needs an assistant turn, and a message before the first",
+        ),
         ({"messages": "text"}, "line 2"),
         ([], "line 2"),
         (ROW, "does not read tools"),

@@ -120,7 +120,7 @@ def test_checkpoints_that_cannot_be_used_are_not_none(tmp_path: Path, how: str) 
         look(store, how)
     told = str(refused.value)
     assert told.startswith(
-        f"{store.folder} holds checkpoints and none can be used: ckpt-00000002 (state.json differs"
+        f"{store.folder} has checkpoints, but none can be used: ckpt-00000002 (state.json differs"
     )
     assert (
         "ckpt-00000001 (state.json" in told and "recover_mode=disabled" in told and "\n" not in told
@@ -193,7 +193,7 @@ def test_checkpoints_that_are_gone_are_missed(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(
             CheckpointError,
-            match=r"holds no checkpoint, though the run has made one .*checkpoints\.json",
+            match=r"has no checkpoint, though the run has made one .*checkpoints\.json",
         ):
             store.latest()
         if store.folder.exists():

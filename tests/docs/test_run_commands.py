@@ -31,7 +31,7 @@ from tests.docs.test_commands import ELSEWHERE, LAUNCHED, launched, workplace
 __all__ = ["workplace"]
 pytestmark = [pytest.mark.documented, pytest.mark.slow, pytest.mark.timeout(900)]
 
-LONGEST_S = 600
+MAX_S = 600
 NOT_RUN = {
     r"scheduler=(join|ray|slurm)": "needs hosts of its own; make test-cluster, make test-ray",
     r"stream.url=": "needs a server and producers that run already",
@@ -136,7 +136,7 @@ def run(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, typed: str = "
         input=typed,
         capture_output=True,
         text=True,
-        timeout=LONGEST_S,
+        timeout=MAX_S,
         check=False,
     )
     assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

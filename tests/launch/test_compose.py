@@ -422,7 +422,7 @@ def test_all_problems_are_listed_at_once(capsys):
 
 @pytest.mark.slow
 def test_a_folder_without_model_or_chat_template_names_the_option(capsys, tmp_path):
-    assert "holds no config.json" in errors(capsys, "experiment=grpo_aws", f"actor.path={tmp_path}")
+    assert "has no config.json" in errors(capsys, "experiment=grpo_aws", f"actor.path={tmp_path}")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert f"actor.path={tmp_path}: the tokenizer has no chat template" in errors(
@@ -594,7 +594,8 @@ def test_a_model_that_was_not_made_names_the_command(tmp_path, monkeypatch):
     """The folder is looked for where the run is started."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        ConfigError, match=r"actor\.path=models/smollm2_135m: no such folder; `make model` makes it"
+        ConfigError,
+        match=r"actor\.path=models/smollm2_135m: no such folder; run `make model` to create it",
     ):
         check_config(compose_config(["experiment=grpo_aws", "model=smollm2_135m"]).config)
 

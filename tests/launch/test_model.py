@@ -273,7 +273,7 @@ def test_tokenizer_and_weights_must_have_the_vocabulary_of_the_model(tmp_path):
 def test_the_folder_of_the_pretrained_model_is_no_hub_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = compose_config(["experiment=grpo_aws", "model=smollm2_135m"]).config.actor.path
-    assert problems(path) == [f"actor.path={path}: no such folder; `make model` makes it"]
+    assert problems(path) == [f"actor.path={path}: no such folder; run `make model` to create it"]
     (tmp_path / path).mkdir(parents=True)
     folder_of(tmp_path / path)
     assert problems(path) == []

@@ -50,7 +50,7 @@ OVERLONG_BUFFER = 0.5
 TRAIN_GROUPS = [[12, 20, 15, 9], [10, 18, 14, 11]]
 TRAIN_REWARDS = [1.0, 0.0, 0.25, 0.0, 0.5, 0.5, 0.5, 0.5]
 TRAIN_OUTCOME = [0, 0, 0, 3, 0, 0, 0, 0]
-MOST_TOKENS = 48
+MAX_TOKENS = 48
 """Of a micro-batch, so that each batch of the tests has several."""
 
 
@@ -62,7 +62,7 @@ def graph_calls(policy, critic):
         "env": AwsOptions(pool_size=SESSIONS),
         "gen": GenConfig(max_new_tokens=MAX_NEW, temperature=TEMPERATURE),
         "rollout": RolloutConfig(max_turns=MAX_TURNS),
-        "mb_spec": MicroBatchConfig(max_tokens_per_mb=MOST_TOKENS),
+        "mb_spec": MicroBatchConfig(max_tokens_per_mb=MAX_TOKENS),
     }
     rewards = {"reward_scaling": SCALING, "reward_bias": BIAS, "max_reward_clip": CLIP}
     grpo = config_class("aws")(

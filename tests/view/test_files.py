@@ -152,7 +152,7 @@ def test_the_report_of_a_killed_run_says_what_happened(
     answers = kept_answers(folder / "report.html")
     about = answers[f"{OWN}/about"]
     assert [event["what"] for event in about["events"]] == [
-        "the run went on with ppo.lr: 0.1 → 0.2, env.token: (not shown) → (not shown)",
+        "resumed with ppo.lr: 0.1 → 0.2, env.token: (not shown) → (not shown)",
         "generation/0: killed: no heartbeat; it is started again",
         "host a was lost: its wire was cut",
         "actor_train skipped its update: loss or gradient was not finite",

@@ -2,7 +2,7 @@
 
 import random
 
-HIGHEST, MOST_GUESSES = 100, 10
+HIGHEST, MAX_GUESSES = 100, 10
 
 
 class Guess:
@@ -11,7 +11,7 @@ class Guess:
     def reset(self, seed: int = 0, **row) -> str:
         """Begin an episode; what is returned follows the row's prompt."""
         self.secret, self.guesses, self.done = random.Random(seed).randint(1, HIGHEST), 0, False
-        return f"Guess a number from 1 to {HIGHEST} with the tool; you have {MOST_GUESSES} guesses."
+        return f"Guess a number from 1 to {HIGHEST} with the tool; you have {MAX_GUESSES} guesses."
 
     def guess(self, number: int) -> str:
         """
@@ -26,7 +26,7 @@ class Guess:
         if self.done:
             raise ValueError("the game is over")
         self.guesses += 1
-        self.done = number == self.secret or self.guesses == MOST_GUESSES
+        self.done = number == self.secret or self.guesses == MAX_GUESSES
         self.right = number == self.secret
         return "right" if self.right else "higher" if number < self.secret else "lower"
 

@@ -11,7 +11,7 @@ WISHES = {
 }
 ITEMS = {"train": ("lamp", "chair", "table", "clock"), "heldout": ("mirror", "shelf")}
 CITIES = ("Rome", "Oslo", "Bern", "Lima")
-MOST_REPLIES = 4
+MAX_REPLIES = 4
 
 
 def say(tool, **arguments):
@@ -60,7 +60,7 @@ class SupportDesk:
         self.replies += 1
         said = set(re.findall("[a-z']+", text.lower()))
         self.told = "done" in said and not said & {"not", "never", "no"}
-        if self.told or self.replies > MOST_REPLIES:
+        if self.told or self.replies > MAX_REPLIES:
             return None
         if "number" in text.lower():
             return f"It is {self.number}."

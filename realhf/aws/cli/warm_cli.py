@@ -119,14 +119,14 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 _MAX_DEPTH = 100
 _BRACKETS = re.compile(r"[][{}]")
 _DEEP_BLOCK = re.compile(r"(?:[-?:][ \t]+){100}")
-_FEWEST_BASE64_CHARS = 8
+_MIN_BASE64_CHARS = 8
 _MANY_BASE64_CHARS = 40
 
 
 def looks_like_base64(text: str) -> bool:
     """Return whether a string was probably meant as base64: it is padded, it decodes to text, or it
     is long and mixes upper case, lower case and digits."""
-    if len(text) < _FEWEST_BASE64_CHARS or len(text) % 4 or not _BASE64.fullmatch(text):
+    if len(text) < _MIN_BASE64_CHARS or len(text) % 4 or not _BASE64.fullmatch(text):
         return False
     try:
         inner = base64.b64decode(text, validate=True).decode()

@@ -15,9 +15,9 @@ from typing import Any
 from realhf.aws.grading.inventory import LISTINGS
 from realhf.aws.grading.tracker import Evidence, identifying_parameter
 
-MOST_RESOURCES = 40
+MAX_RESOURCES = 40
 """Maximum number of resources listed for one episode. The summary counts the calls about others."""
-MOST_CALLS = 6
+MAX_CALLS = 6
 """Maximum number of calls listed for one resource; the last ones are listed."""
 LONGEST = 160
 """Maximum length of a name, and of the text of a call's parameters, in characters."""
@@ -96,7 +96,7 @@ class AccountChanges:
         deletes = _is_about(operation, _DELETE_VERBS, request.service)
         resource = self._known.get((request.service, kind, name))
         if resource is None:
-            if len(self._known) >= MOST_RESOURCES:
+            if len(self._known) >= MAX_RESOURCES:
                 self._n_omitted += 1
                 return
             before = THERE if not creates or (request.service, name) in self._present else NONE
@@ -106,7 +106,7 @@ class AccountChanges:
         else:
             resource.after = CHANGED if resource.before == THERE else THERE
         resource.n_calls += 1
-        resource.calls = [*resource.calls, _call_text(operation, request.params, key)][-MOST_CALLS:]
+        resource.calls = [*resource.calls, _call_text(operation, request.params, key)][-MAX_CALLS:]
 
 
 def _is_about(operation: str, verbs: tuple[str, ...], service: str) -> bool:

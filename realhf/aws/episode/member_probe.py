@@ -58,7 +58,7 @@ _STACK_S = 5.0
 """Seconds within which a stack must have been created."""
 DEEPEST = 9
 """Maximum length of a path that is probed."""
-MOST_VALUES = 6
+MAX_VALUES = 6
 """Maximum number of values of a member that are tried until two are accepted."""
 _EQUAL_ACCOUNTS = 4
 """Number of accepted values that must leave the same account before a member counts as not stored.
@@ -407,7 +407,7 @@ class Prober:
         values = [] if sent is None else [sent]
         values += _examples(name, shape, self._corpus.values.get(name, []), sent)
         values = [*{json.dumps(value, default=repr): value for value in values}.values()]
-        return values[: max(MOST_VALUES, len(_choices(shape)))]
+        return values[: max(MAX_VALUES, len(_choices(shape)))]
 
     def _digest_after(self, params: Mapping[str, Any]) -> str | None:
         """Return a digest of the account after the request with these parameters, or None if it is

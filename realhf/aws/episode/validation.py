@@ -37,7 +37,7 @@ from realhf.aws.tasks.loader import (
     whole_state,
     with_drifts,
 )
-from realhf.aws.tasks.task import FEWEST_DRIFTS, MOST_DRIFTS, SetupCommand, Task, TaskError
+from realhf.aws.tasks.task import MAX_DRIFTS, MIN_DRIFTS, SetupCommand, Task, TaskError
 
 BLIND_RETURN = 0.7
 """Maximum mean return for applying the whole desired state without looking at what drifted."""
@@ -319,7 +319,7 @@ def _drift_problems(episode: Episode, task: Task) -> Iterator[Fault]:
     blind_returns = []
     places = range(len(task.possible_drifts))
     for chosen in chain.from_iterable(
-        combinations(places, count) for count in range(FEWEST_DRIFTS, MOST_DRIFTS + 1)
+        combinations(places, count) for count in range(MIN_DRIFTS, MAX_DRIFTS + 1)
     ):
         names = ", ".join(str(task.possible_drifts[i]) for i in chosen)
         try:
@@ -330,7 +330,7 @@ def _drift_problems(episode: Episode, task: Task) -> Iterator[Fault]:
         if (achieved, total) != (True, 1.0):
             text = f"drifts {names}: achieved={achieved}, return {total}{_missing_note(episode)}"
             yield Fault(text, "possible_drifts", chosen[0])
-        if len(chosen) == FEWEST_DRIFTS:
+        if len(chosen) == MIN_DRIFTS:
             blind_returns.append(play(episode, task, whole_state(task), chosen)[1])
     for place in places:
         try:

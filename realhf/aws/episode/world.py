@@ -28,7 +28,7 @@ from realhf.aws.grading.grader import build_freedom, services_of
 from realhf.aws.grading.sent_settings import SentWrite
 from realhf.aws.grading.snapshot import Snapshot, take_snapshot
 from realhf.aws.grading.tracker import is_read, resource_name
-from realhf.aws.real_aws.walked_account import WalkedAccount
+from realhf.aws.real_aws.walked_account import AccountReader
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks.captures import CaptureError, fill_setup, resolve, setup_captures
 from realhf.aws.tasks.task import SetupCommand, Task, TaskError, choose_drifts, repairs
@@ -296,7 +296,7 @@ def account_reader(graded: Slot, task: Task, slot: Slot) -> Callable[[], Snapsho
         return partial(take_snapshot, slot)
     commands = [*task.solution, *(line for lines in task.any_of for line in lines)]
     services = services_of(commands) | reads.services
-    return WalkedAccount(slot.state.call, reads.permits, services, slot.account, commands).read
+    return AccountReader(slot.state.call, reads.permits, services, slot.account, commands).read
 
 
 def make_targets(

@@ -228,8 +228,11 @@ def _narrow_policy(policy: Mapping[str, Any], sources: Sequence[tuple[str, str]]
 def _connections(
     row: Wiring, key: Key, attributes: Mapping[str, Any], target: Resources
 ) -> Iterator[dict[str, str]]:
-    """Yield, for each connection in a record, the strings that fill the templates of ``Wiring``:
-    ``source``, ``identity``, ``account``, ``target``, ``name`` and those that ``wires`` finds."""
+    """Yield the strings that fill the templates of ``row``, once for each connection in a record: a
+    reference by which a resource sends to, or calls, another one.
+
+    The strings are ``source``, ``identity``, ``account``, ``target``, ``name`` and those that the
+    query ``row.wires`` finds."""
     kind, _, path = row.source.rpartition(":")
     namesake = (*kind.split("/"), key[2]) if kind else key
     source = jmespath.search(path.strip(), target.get(namesake, {})) if path else ""  # type: ignore[arg-type]

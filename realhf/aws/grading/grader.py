@@ -128,9 +128,9 @@ class Grader:
         return self.grade
 
     def find_satisfied(self) -> frozenset[str]:
-        """Return the positions, as strings, of the checks that pass now. Raises ConnectionError."""
+        """Return the indices, as strings, of the checks that pass now. Raises ConnectionError."""
         return frozenset(
-            str(place) for place, check in enumerate(self.criteria.checks) if self._holds(check)
+            str(index) for index, check in enumerate(self.criteria.checks) if self._holds(check)
         )
 
     def _holds(self, check: Check) -> bool:

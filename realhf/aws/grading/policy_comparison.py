@@ -31,8 +31,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-MOST_CHARACTERS = 20_480
-LONGEST_NAME = 2_048
+MAX_CHARACTERS = 20_480
+MAX_NAME_LENGTH = 2_048
 """Maximum length of a policy and of an ARN, in characters, as limited by AWS."""
 _ANYTHING = ("*",)
 _STATEMENT_KEYS = frozenset(
@@ -90,7 +90,7 @@ def parse_policy(document: Any) -> tuple[Statement, ...]:
     """Parse the statements of a policy, given as an object or as JSON text. Raises PolicyError."""
     try:
         text = document if isinstance(document, str) else json.dumps(document, default=str)
-        document = json.loads(text) if len(text) <= MOST_CHARACTERS else None
+        document = json.loads(text) if len(text) <= MAX_CHARACTERS else None
     except (ValueError, RecursionError):
         raise PolicyError("the policy is not JSON") from None
     if not isinstance(document, Mapping):
@@ -168,7 +168,7 @@ def _parse_texts(value: Any) -> tuple[str, ...]:
         or not all(isinstance(item, str) for item in values)
     ):
         raise PolicyError("a part of a statement is neither a string nor a list of strings")
-    if any(len(item) > LONGEST_NAME for item in values):
+    if any(len(item) > MAX_NAME_LENGTH for item in values):
         raise PolicyError("a name in a statement is longer than an ARN")
     return tuple(dict.fromkeys(values))
 
@@ -213,7 +213,7 @@ def _condition_text(value: Any) -> str:
     return json.dumps(value) if isinstance(value, bool | int | float) else str(value)
 
 
-FEWEST_STEPS = 256
+MIN_STEPS = 256
 """Minimum cost of one call of ``combinations``, in steps."""
 _STEP_BITS = 512
 """Number of pattern characters that one step covers; larger sets of patterns cost more steps."""
@@ -248,7 +248,7 @@ def combinations(patterns: Sequence[str], budget: Budget) -> dict[int, str]:
     Relations between such patterns are ignored: the result may contain sets that no name matches
     exactly, but it never lacks one that some name does.
     """
-    budget.spend(FEWEST_STEPS)
+    budget.spend(MIN_STEPS)
     plain = [re.sub(r"\$\{[^}]*\}", "*", pattern) for pattern in patterns]
     simple = all("?" not in pattern and "*" not in pattern[:-1] for pattern in plain)
     names = dict((_combine_prefixes if simple else _combine_patterns)(plain, budget))
@@ -363,7 +363,7 @@ Term = frozenset[Atom]
 """A conjunction of conditions: it is satisfied if all of them are."""
 AccessRequest = tuple[str, str, str]
 """One request: (principal, action, resource)."""
-_MOST_TERMS = 16
+_MAX_TERMS = 16
 """Maximum number of terms into which the value lists of one statement are expanded."""
 _ACTIONS: Mapping[str, str] = {
     service: f"{service}:*"
@@ -707,7 +707,7 @@ def _expand_clauses(statement: Statement) -> Iterator[_Clause]:
 def _expand_terms(conditions: Sequence[Atom]) -> tuple[Term, ...]:
     """Return a statement's conditions as alternative terms, one of which must be satisfied."""
     each = [_alternatives(*condition) for condition in conditions]
-    if math.prod(map(len, each)) > _MOST_TERMS:
+    if math.prod(map(len, each)) > _MAX_TERMS:
         each = [
             [frozenset({(operator, key, tuple(sorted(values)))})]
             for operator, key, values in conditions

@@ -10,7 +10,7 @@ rights are assumed:
 - AWS managed policies are known by name only, except AdministratorAccess. Each may allow anything,
   and equals nothing but itself.
 - A document that cannot be parsed as a policy may allow anything.
-- A holder whose comparison needs more than MOST_STEPS steps is listed in ``not_compared``. Nothing
+- A holder whose comparison needs more than MAX_STEPS steps is listed in ``not_compared``. Nothing
   is claimed about it, neither equality nor a gain.
 
 Not covered: rights that a holder obtains through another one (by assuming a role, or by passing one
@@ -42,12 +42,12 @@ from realhf.aws.tasks.task import ACCOUNT_ID
 Resources = Mapping[tuple[str, str, str], Mapping[str, Any]]
 """Attributes of resources by (service, kind, identity), as in a ``Snapshot``. Policies in them are
 parsed, or strings of JSON."""
-MOST_STEPS = 50_000
+MAX_STEPS = 50_000
 """Step budget for comparing two accounts, about 0.1 s at most. Ten statements with ten actions and
 five resources each take 4,000 steps."""
 _AWS_POLICIES = "arn:aws:iam::aws:policy/"
 """Prefix of the ARNs of AWS managed policies."""
-_DEEPEST = 12
+_MAX_DEPTH = 12
 """Depth to which attributes are searched for policies."""
 _LITERAL = "\uf8ff{"
 """Replacement for ``${`` in policies of version 2008-10-17, in which it does not begin a variable.
@@ -101,7 +101,7 @@ class RightsChange:
 
 def compare_rights(before: Rights, after: Rights) -> RightsChange:
     """Return how the rights ``after`` differ from the rights ``before``."""
-    budget = Budget(MOST_STEPS)
+    budget = Budget(MAX_STEPS)
     changed: list[str] = []
     gained: list[GainedRight] = []
     not_compared: list[str] = []
@@ -340,7 +340,7 @@ def _find_policies(
             value = json.loads(value)
         except (ValueError, RecursionError):
             return
-    if isinstance(value, dict) and depth <= _DEEPEST:
+    if isinstance(value, dict) and depth <= _MAX_DEPTH:
         statements = value.get("Statement")
         listed = statements if isinstance(statements, list) else [statements]
         if any(
@@ -352,7 +352,7 @@ def _find_policies(
         for name, item in value.items():
             if isinstance(item, (dict, list)) or (isinstance(item, str) and item[:1] == "{"):
                 yield from _find_policies(item, f"{path}/{name}" if path else str(name), depth + 1)
-    elif isinstance(value, list) and depth <= _DEEPEST:
+    elif isinstance(value, list) and depth <= _MAX_DEPTH:
         for number, item in enumerate(value):
             if isinstance(item, (dict, list)):
                 yield from _find_policies(item, f"{path}/{number}", depth + 1)

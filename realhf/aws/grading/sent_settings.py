@@ -99,11 +99,11 @@ _TRUTHS = frozenset({"true", "false"})
 """Strings that spell booleans."""
 _SHOWN_CHARS = 200
 """Number of characters of a value that a message shows."""
-_MOST_VALUES = 30_000
+_MAX_VALUES = 30_000
 """Maximum number of values read in one episode. Values beyond it count as a difference."""
 _TELLING = 4
 """Minimum length of a string that hardly occurs in an account by chance."""
-_MOST_BITS = 10_000
+_MAX_BITS = 10_000
 """Maximum size of an integer written in decimal, in bits; Python refuses to convert much larger
 ones."""
 MemberPath = tuple[str, ...]
@@ -357,7 +357,7 @@ class _SettingsLedger:
         """The last request about each stack, by the stack's name."""
         self._declared: dict[str, list[SentWrite]] = {}
         """The resources that each stack declares."""
-        self._values_left = _MOST_VALUES
+        self._values_left = _MAX_VALUES
         """Number of values that may still be recorded."""
 
     def record(self, write: SentWrite) -> None:
@@ -635,8 +635,10 @@ def _complete_stack_request(
 
 def _parameters(request: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the entries for stack parameters in a request."""
-    given = request.get("Parameters")
-    return [one for one in given if isinstance(one, Mapping)] if isinstance(given, list) else []
+    entries = request.get("Parameters")
+    if not isinstance(entries, list):
+        return []
+    return [entry for entry in entries if isinstance(entry, Mapping)]
 
 
 def _normalize_path(path: MemberPath) -> MemberPath:
@@ -675,7 +677,7 @@ def leaves(value: Any, path: MemberPath = ()) -> Iterator[tuple[MemberPath, str]
     elif isinstance(value, bool):
         yield path, str(value).lower()
     elif isinstance(value, int):
-        yield path, hex(value) if value.bit_length() > _MOST_BITS else str(value)
+        yield path, hex(value) if value.bit_length() > _MAX_BITS else str(value)
     elif value is not None:
         yield path, str(value)
 
@@ -762,8 +764,8 @@ def _describe_difference(mine: Setting | None, wanted_setting: Setting | None) -
 
 
 class _ShownValues:
-    """The settings that are visible in an account itself: as a value under the member's name, or as
-    a value that hardly occurs by chance."""
+    """The settings that can be read back from an account's state: their value occurs under the
+    member's name, or it is too distinctive to be a coincidence."""
 
     def __init__(self, account: Resources) -> None:
         self._account = account

@@ -33,7 +33,7 @@ SETTLED = "<settled>"
 """Replacement for every state of a resource that is starting or running."""
 _USER_MAPS = frozenset({("lambda", "Variables"), ("dynamodb", "items"), ("s3", "metadata")})
 """Maps whose keys the user chooses, as (service, name of the map)."""
-_LARGEST_TIME = 1e15
+_MAX_TIME = 1e15
 """Numbers of at least this size are not Unix times."""
 _DAY_S = 86_400.0
 """Seconds from now within which a time counts as set by the service."""
@@ -43,9 +43,9 @@ be cached."""
 _CACHED_RECORDS = 2048
 """Number of cached records. Most records equal those after the previous command, and those of other
 sessions."""
-_LONGEST_CACHED_RECORD = 4096
+_MAX_CACHED_RECORD_LENGTH = 4096
 """Maximum length of a cached record, in characters."""
-_DEEPEST = 24
+_MAX_DEPTH = 24
 """Maximum nesting depth; deeper values are not read."""
 _SERVICES: Mapping[str, str] = {
     "alb": "elbv2",
@@ -306,7 +306,7 @@ def snapshot_of(records: Iterable[str], now: float) -> Snapshot:
         if record.startswith(_TRANSCRIPT):
             transcript = json.loads(record)[-1]
             continue
-        read = _parse_cached if len(record) <= _LONGEST_CACHED_RECORD else _parse_record
+        read = _parse_cached if len(record) <= _MAX_CACHED_RECORD_LENGTH else _parse_record
         for key, attributes, serial in read(record, hour):
             resources[key] = attributes
             serials[key] = serial
@@ -484,7 +484,7 @@ def _extract_nested(
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Remove the parts stored under generated names from ``value``, and yield them."""
     for name, item in list(value.items()):
-        if not isinstance(item, dict) or depth > _DEEPEST:
+        if not isinstance(item, dict) or depth > _MAX_DEPTH:
             continue
         if DRAWN in name:
             del value[name]
@@ -507,7 +507,7 @@ class _RecordContext:
 
 def _normalize(value: Any, name: str, context: _RecordContext, depth: int = 0) -> Any:
     """Return the normalized value of the member ``name``, or None if it counts as absent."""
-    if depth > _DEEPEST:
+    if depth > _MAX_DEPTH:
         return "<too deep>"
     if isinstance(value, dict):
         if "Statement" in value and isinstance(value["Statement"], dict | list):
@@ -548,7 +548,7 @@ def _parse_written(value: Any, depth: int) -> Any:
 
     Policies are normalized, and JSON documents within it are parsed.
     """
-    if depth > _DEEPEST:
+    if depth > _MAX_DEPTH:
         return "<too deep>"
     if isinstance(value, dict):
         if isinstance(value.get("Statement"), dict | list):
@@ -565,8 +565,8 @@ def _parse_written(value: Any, depth: int) -> Any:
 
 
 def _normalize_time(name: str) -> str | None:
-    """Return TIME for a time that marks an end, otherwise None: other times set by services carry
-    no information."""
+    """Return TIME for an expiry or end time, otherwise None: other times only say when the service
+    did something."""
     return TIME if _ENDING.search(name) else None
 
 
@@ -611,7 +611,7 @@ def _normalize_text(text: str, name: str, context: _RecordContext, depth: int) -
 def _is_now(number: float, now: float) -> bool:
     """Return whether a number is a Unix time, in seconds or milliseconds, within a day of
     ``now``."""
-    return abs(number) < _LARGEST_TIME and (
+    return abs(number) < _MAX_TIME and (
         abs(number - now) < _DAY_S or abs(number / 1000 - now) < _DAY_S
     )
 
@@ -623,7 +623,7 @@ def _parse_xml(element: ElementTree.Element, depth: int = 0) -> Any:
     Empty children are dropped, except structures that never have members. The content is
     user-written.
     """
-    if not len(element) or depth > _DEEPEST:
+    if not len(element) or depth > _MAX_DEPTH:
         return _ALIAS_ARN.sub("alias/", (element.text or "").strip())
     children: dict[str, list[Any]] = {}
     for child in element:

@@ -14,13 +14,13 @@ import yaml
 from realhf.aws.cli.pinned_http import REGION
 from realhf.aws.tasks.task import ACCOUNT_ID
 
-_DEEPEST = 40
+_MAX_DEPTH = 40
 """Maximum depth of a template, of its values, and of nested function calls."""
-_MOST_PARTS = 20_000
+_MAX_PARTS = 20_000
 """Maximum number of parts of one template. YAML aliases can multiply the parts without limit."""
-_MOST_CHARS = 1_000_000
+_MAX_CHARS = 1_000_000
 """Maximum number of characters of one template with all values filled in."""
-_MOST_BITS = 10_000
+_MAX_BITS = 10_000
 """Maximum size of an integer, in bits. Python refuses to convert much larger ones to decimal."""
 _NESTED = "AWS::CloudFormation::Stack"
 """Type of a nested stack. Its template is not part of the request."""
@@ -116,13 +116,13 @@ def read_declared_resources(params: Mapping[str, Any]) -> list[DeclaredResource]
 def _check_size(template: Any) -> None:
     """Raise UnreadTemplate if a template has too many parts, is nested too deeply or contains too
     large a number."""
-    parts_left = _MOST_PARTS
+    parts_left = _MAX_PARTS
     waiting = [(template, 0)]
     while waiting:
         value, depth = waiting.pop()
         parts_left -= 1
-        too_large = isinstance(value, int) and value.bit_length() > _MOST_BITS
-        if parts_left < 0 or depth > _DEEPEST or too_large:
+        too_large = isinstance(value, int) and value.bit_length() > _MAX_BITS
+        if parts_left < 0 or depth > _MAX_DEPTH or too_large:
             raise UnreadTemplate
         if isinstance(value, Mapping):
             waiting += [(part, depth + 1) for pair in value.items() for part in pair]
@@ -166,13 +166,13 @@ class _TemplateResolver:
         self._values = _build_values(template, params)
         self._conditions = _mapping_at(template, "Conditions")
         self._mappings = _mapping_at(template, "Mappings")
-        self._parts_left = _MOST_PARTS
-        self._chars_left = _MOST_CHARS
+        self._parts_left = _MAX_PARTS
+        self._chars_left = _MAX_CHARS
 
     def resolve(self, value: Any, depth: int = 0) -> Any:
         """Return a property with its function calls evaluated. Raises UnreadTemplate."""
         self._parts_left -= 1
-        if depth > _DEEPEST or self._parts_left < 0:
+        if depth > _MAX_DEPTH or self._parts_left < 0:
             raise UnreadTemplate
         if isinstance(value, list):
             items = [self.resolve(item, depth + 1) for item in value]
@@ -190,7 +190,7 @@ class _TemplateResolver:
         """Return whether a condition is true. ``condition``: its name, or the expression itself.
         Raises UnreadTemplate if that is unknown."""
         self._parts_left -= 1
-        if depth > _DEEPEST or self._parts_left < 0:
+        if depth > _MAX_DEPTH or self._parts_left < 0:
             raise UnreadTemplate
         if isinstance(condition, str):
             if condition not in self._conditions:

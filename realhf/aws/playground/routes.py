@@ -57,7 +57,7 @@ def catalog() -> list[dict[str, Any]]:
     return sorted(tasks, key=lambda task: (TIERS.index(task["tier"]), task["task_id"]))
 
 
-_LARGEST_SEED = (1 << 53) - 1
+_MAX_SEED = (1 << 53) - 1
 """Largest integer that a browser represents exactly."""
 
 
@@ -188,8 +188,8 @@ class _Handlers:
         order = check_reset(await _body(request))
         if order.get("tier") not in (None, *TIERS):
             raise wire.WireError(wire.VALIDATION_ERROR, f"tier is none of {', '.join(TIERS)}")
-        if not 0 <= (order.get("seed") or 0) <= _LARGEST_SEED:
-            raise wire.WireError(wire.VALIDATION_ERROR, f"seed is not from 0 to {_LARGEST_SEED}")
+        if not 0 <= (order.get("seed") or 0) <= _MAX_SEED:
+            raise wire.WireError(wire.VALIDATION_ERROR, f"seed is not from 0 to {_MAX_SEED}")
         return JSONResponse({"log": await self._playground.reset(self._visitor(request), order)})
 
     async def step(self, request: Request) -> Response:

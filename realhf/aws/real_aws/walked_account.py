@@ -1,5 +1,5 @@
 """Grading on a real account (BACKEND_TYPE=aws). The account's state is what its permitted list and
-describe calls return ("walked" means read in this way).
+describe calls return.
 
 The target is computed on a simulator that is read with the same calls. Whole accounts are never
 compared. Instead, the changes that the solution makes in the simulator are required of the real
@@ -82,13 +82,13 @@ _DESCRIPTIVE_ARGUMENTS = frozenset({"Version", "Sid", "Action"})
 """Arguments that only describe a request or a document. Reads do not always return them."""
 
 
-class WalkedAccount:
+class AccountReader:
     """Reader of an account through its list and describe calls.
 
     ``call``: sends an API request, like ``StateClient.call``. ``permits(service, operation)``:
-    whether a call is allowed. ``services``: services to read. ``account``: account id. ``words``:
-    strings that contain names, such as a solution's commands; text that occurs in them is not
-    treated as a generated id.
+    whether a call is allowed. ``services``: services to read. ``account``: account id.
+    ``known_texts``: strings that contain names, such as a solution's commands; text that occurs in
+    them is not treated as a generated id.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class WalkedAccount:
         permits: Callable[[str, str], bool],
         services: frozenset[str],
         account: str,
-        words: Sequence[str],
+        known_texts: Sequence[str],
     ) -> None:
         self._call = call
         self._permits = permits
         self._services = services
         self._account = account
-        self._words = "\n".join(words)
+        self._known_text = "\n".join(known_texts)
         self._hidden: frozenset[str] | None = None
 
     def read(self) -> Snapshot:
@@ -120,12 +120,12 @@ class WalkedAccount:
         }
         for key, code in errors.items():
             if _BUSY.search(code):
-                raise ConnectionError(f"{key} is answered with {code}")
+                raise ConnectionError(f"{key} returned {code}")
         hidden = frozenset(key for key, code in errors.items() if _DENIED.search(code))
         if self._hidden is None:
             self._hidden = hidden
         elif more := hidden - self._hidden:
-            raise SnapshotError(f"{min(more)} is answered with {errors[min(more)]}")
+            raise SnapshotError(f"{min(more)} returned {errors[min(more)]}")
         return self._snapshot({key: answer for key, answer in answers.items() if key not in errors})
 
     def _snapshot(self, answers: Answers) -> Snapshot:
@@ -151,13 +151,13 @@ class WalkedAccount:
         """Return an answer in which generated ids are marked and the account's identity is
         replaced."""
         if isinstance(value, Mapping):
-            return {
-                "Content" if name == "ETag" else self._anonymise_text(name, owner): item
-                if name == "ETag"  # the digest of an object's content: kept as it is
-                else self._anonymise(item, owner)
-                for name, item in value.items()
-                if name.lower() not in _PAGING_MEMBERS
-            }
+            members: dict[str, Any] = {}
+            for name, item in value.items():
+                if name == "ETag":  # The digest of an object's content stays as it is.
+                    members["Content"] = item
+                elif name.lower() not in _PAGING_MEMBERS:
+                    members[self._anonymise_text(name, owner)] = self._anonymise(item, owner)
+            return members
         if isinstance(value, list):
             return [self._anonymise(item, owner) for item in value]
         return self._anonymise_text(value, owner) if isinstance(value, str) else value
@@ -167,7 +167,9 @@ class WalkedAccount:
             self._account, _ACCOUNT
         )
         return ID.sub(
-            lambda match: match[0] if match[0] in self._words else f"{DRAWN}{match[0]}{END_DRAWN}",
+            lambda match: (
+                match[0] if match[0] in self._known_text else f"{DRAWN}{match[0]}{END_DRAWN}"
+            ),
             text,
         )
 
@@ -228,7 +230,7 @@ def _serial(value: Mapping[str, Any]) -> int:
 
 
 class RealAccountGrader(EndStateGrader):
-    """Grader of an episode on a real account. ``read`` must be ``WalkedAccount.read``."""
+    """Grader of an episode on a real account. ``read`` must be ``AccountReader.read``."""
 
     may_drop_settings = False
 

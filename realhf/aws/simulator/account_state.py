@@ -28,25 +28,25 @@ from typing import Any
 DRAWN = "\ue000"
 END_DRAWN = "\ue001"
 """Marks before and after a text that the simulator generated."""
-MOST_LEAVES = 200_000
+MAX_LEAVES = 200_000
 """Maximum number of values in a report."""
-LONGEST_TEXT = 65_536
+MAX_TEXT_LENGTH = 65_536
 """Maximum length of a reported string, in characters. A longer one is replaced by its digest."""
-_DEEPEST = 40
+_MAX_DEPTH = 40
 """Maximum depth of a record."""
 _KEPT_DRAWS = 4 << 20
 """Maximum number of characters of generated texts that are kept between two resets."""
-_SHORTEST_DRAW = 6
+_MIN_DRAW_LENGTH = 6
 """Minimum length of a text that is recognized as generated."""
-_MOST_BITS = 10_000
+_MAX_BITS = 10_000
 """Maximum size of an integer reported in decimal, in bits. Python refuses to convert much larger
 ones."""
-_LONGEST_DRAW = 64
+_MAX_DRAW_LENGTH = 64
 """Maximum length of a byte string that may be generated, in bytes."""
-_LONGEST_RUN = 4096
+_MAX_RUN_LENGTH = 4096
 """Maximum length of a text recorded character by character. Also the length from which new text
 discards the cache of absent endings."""
-_LONGEST_NAME = 256
+_MAX_NAME_LENGTH = 256
 """Maximum length of a text for which the quick test by word endings is made, in characters."""
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 _STORES = frozenset({"AccountScopedDict", "AccountRegionScopedDict"})
@@ -141,7 +141,7 @@ class Draws:
     def add_letter(self, letter: str) -> None:
         """Record one character of a text that is generated character by character."""
         self._unfinished += letter
-        if len(self._unfinished) > _LONGEST_RUN:
+        if len(self._unfinished) > _MAX_RUN_LENGTH:
             self.add(self._unfinished)
             self._unfinished = ""
 
@@ -151,7 +151,7 @@ class Draws:
             new = "\n".join([*self._texts[bool(self._index) :], self._unfinished])
             self._absent_endings = (
                 {end for end in self._absent_endings if end not in new}
-                if len(new) < _LONGEST_RUN
+                if len(new) < _MAX_RUN_LENGTH
                 else set()
             )
             self._index = "\n".join([*self._texts, self._unfinished])
@@ -165,7 +165,7 @@ class Draws:
         """Return a text with marks around all of its generated parts."""
         if DRAWN in text or END_DRAWN in text:
             text = text.replace(DRAWN, "?").replace(END_DRAWN, "?")
-        if len(text) <= _LONGEST_NAME:
+        if len(text) <= _MAX_NAME_LENGTH:
             ends = _word_endings(text)
             self._absent_endings.update(
                 end for end in ends - self._absent_endings if end not in self._index
@@ -175,15 +175,15 @@ class Draws:
         return _PIECE.sub(self._mark_piece, text)
 
     def _mark_piece(self, match: re.Match[str]) -> str:
-        """Return a piece with marks around its generated part, if it has one.
+        """Return a matched part of a string with marks around the generated id in it, if any.
 
-        A UUID always counts as generated. Otherwise the longest generated ending is marked, because
-        ids have short prefixes.
+        A UUID is marked whole. Otherwise the longest suffix that a generator produced is marked,
+        since an id may follow a short fixed prefix such as ``vpc-``.
         """
         piece = match[0]
         if _UUID.fullmatch(piece):  # clients generate UUIDs too, as request tokens
             return f"{DRAWN}{piece}{END_DRAWN}"
-        for start in range(min(6, len(piece) - _SHORTEST_DRAW + 1)):
+        for start in range(min(6, len(piece) - _MIN_DRAW_LENGTH + 1)):
             if self._is_generated(piece[start:]):
                 return f"{piece[:start]}{DRAWN}{piece[start:]}{END_DRAWN}"
         return piece if _WORD.fullmatch(piece) else _WORD.sub(self._mark_piece, piece)
@@ -209,7 +209,7 @@ def _word_endings(text: str) -> frozenset[str]:
         for piece in pieces
         for word in (piece, *_WORD.findall(piece))
     )
-    return frozenset(word[-_SHORTEST_DRAW:] for word in words)
+    return frozenset(word[-_MIN_DRAW_LENGTH:] for word in words)
 
 
 class AccountState:
@@ -313,7 +313,7 @@ class StateExporter:
 
     def __init__(self, mark: Callable[[str], str]) -> None:
         self._mark = mark
-        self._leaves_left = MOST_LEAVES
+        self._leaves_left = MAX_LEAVES
 
     def key(self, key: Any) -> str:
         """Return a key of a store or a mapping as a string."""
@@ -327,17 +327,17 @@ class StateExporter:
             # Python refuses to write larger integers in decimal; a template may contain them in
             # hexadecimal.
             return (
-                hex(value) if isinstance(value, int) and value.bit_length() > _MOST_BITS else value
+                hex(value) if isinstance(value, int) and value.bit_length() > _MAX_BITS else value
             )
         self._leaves_left -= 1
-        if self._leaves_left < 0 or depth > _DEEPEST:
+        if self._leaves_left < 0 or depth > _MAX_DEPTH:
             raise TooLarge(
-                f"an account of more than {MOST_LEAVES} parts, or deeper than {_DEEPEST}"
+                f"an account of more than {MAX_LEAVES} parts, or deeper than {_MAX_DEPTH}"
             )
         if isinstance(value, str):
             return (
                 self._mark(value)
-                if len(value) <= LONGEST_TEXT
+                if len(value) <= MAX_TEXT_LENGTH
                 else _digest(value.encode("utf-8", "replace"))
             )
         if isinstance(value, (dict, Mapping)):
@@ -351,7 +351,7 @@ class StateExporter:
         if isinstance(value, set | frozenset):
             return sorted((self.export(item, depth + 1) for item in list(value)), key=repr)
         if isinstance(value, bytes | bytearray | memoryview):
-            text = self._mark(bytes(value).hex()) if len(value) <= _LONGEST_DRAW else ""
+            text = self._mark(bytes(value).hex()) if len(value) <= _MAX_DRAW_LENGTH else ""
             return text if DRAWN in text else _digest(bytes(value))
         return value.isoformat() if isinstance(value, datetime) else f"<{type(value).__name__}>"
 

@@ -14,10 +14,10 @@ import json
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
-LONGEST_POLL_S = 1.0
+MAX_POLL_S = 1.0
 """Maximum time that a poll of an empty queue takes, in seconds. No message can arrive during the
 poll, so a longer wait would only use up the session's time."""
-_MOST_POLL_S = 20
+_MAX_POLL_S = 20
 """Maximum wait that AWS accepts, in seconds."""
 
 Answer = tuple[int, Mapping[str, str], bytes]
@@ -70,7 +70,7 @@ def _lowercase_dns_names() -> None:
 
 
 def _limit_poll_time() -> None:
-    """Answer a poll of an empty queue after ``LONGEST_POLL_S``, and refuse wait times that AWS
+    """Answer a poll of an empty queue after ``MAX_POLL_S``, and refuse wait times that AWS
     refuses.
 
     MiniStack waits as long as requested, which may exceed the client's timeout.
@@ -88,11 +88,11 @@ def _limit_poll_time() -> None:
             if requested is None
             else requested
         )
-        if not 0 <= wait_s <= _MOST_POLL_S:
-            bounds = f"Must be >= 0 and <= {_MOST_POLL_S}, if provided."
+        if not 0 <= wait_s <= _MAX_POLL_S:
+            bounds = f"Must be >= 0 and <= {_MAX_POLL_S}, if provided."
             message = f"Value {wait_s} for parameter WaitTimeSeconds is invalid. Reason: {bounds}"
             raise sqs._Err("InvalidParameterValue", message)
-        return await receive({**request, "WaitTimeSeconds": min(wait_s, LONGEST_POLL_S)}, url)
+        return await receive({**request, "WaitTimeSeconds": min(wait_s, MAX_POLL_S)}, url)
 
     sqs._HANDLERS["ReceiveMessage"] = receive_limited
 

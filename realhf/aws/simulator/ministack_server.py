@@ -207,7 +207,7 @@ _XML_PATH = re.compile(r"/$|/\d{4}-\d\d-\d\d/")
 """Request paths of the services that answer in XML, except S3."""
 _LOG_BYTES = 4 << 20
 """Maximum size of a simulator's log, in bytes."""
-_SHORTEST_DRAW = 6
+_MIN_DRAW_LENGTH = 6
 """Minimum length of a generated text that is recorded."""
 _OPEN_FILES = 1024
 """Maximum number of open files."""
@@ -245,7 +245,7 @@ class SeededRandomness:
 
     def _bytes(self, size: int, /) -> bytes:
         drawn = self._random.randbytes(size)
-        if size >= _SHORTEST_DRAW:
+        if size >= _MIN_DRAW_LENGTH:
             safe = base64.urlsafe_b64encode(drawn).rstrip(b"=").decode()
             self._draws.add(drawn.hex(), safe, base64.b64encode(drawn).decode())
         return drawn
@@ -267,7 +267,7 @@ class SeededRandomness:
         self, population: Any, weights: Any = None, *, cum_weights: Any = None, k: int = 1
     ) -> list[Any]:
         choices = self._choices(population, weights, cum_weights=cum_weights, k=k)
-        if k >= _SHORTEST_DRAW and isinstance(choices[0], str):
+        if k >= _MIN_DRAW_LENGTH and isinstance(choices[0], str):
             self._draws.add("".join(choices))
         return choices
 

@@ -29,8 +29,8 @@ MAX_CRITERIA_CHARS = 65536
 """Maximum length of ``success_criteria``, in characters of its Python representation."""
 MAX_ASSETS = 16
 MAX_ASSET_CHARS = 65536
-FEWEST_DRIFTS = 2
-MOST_DRIFTS = 3
+MIN_DRIFTS = 2
+MAX_DRIFTS = 3
 """Minimum and maximum number of drifts that a reset draws."""
 T = TypeVar("T")
 
@@ -246,10 +246,10 @@ def _normalize_commands(commands: Any) -> Any:
 
 
 def choose_drifts(possible: Sequence[T], seed: int) -> list[T]:
-    """Choose two or three of the possible drifts, decided by ``seed``, and return them in their
-    original order. If there are fewer, return all."""
+    """Return two or three of the possible drifts, drawn by ``seed``, in their original order.
+    Return all if there are fewer."""
     rng = random.Random(f"drift:{seed}")
-    count = min(rng.randint(FEWEST_DRIFTS, MOST_DRIFTS), len(possible))
+    count = min(rng.randint(MIN_DRIFTS, MAX_DRIFTS), len(possible))
     return [possible[i] for i in sorted(rng.sample(range(len(possible)), count))]
 
 

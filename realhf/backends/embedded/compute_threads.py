@@ -46,7 +46,7 @@ second of computing. Another program on one of two cores makes it 0.3 to 0.6; on
 window in 200 reaches it."""
 STEADY_WINDOWS = 32
 """Number of windows for which spinning must last before the switch to it counts as correct."""
-LONGEST_PATIENCE = 8
+MAX_PATIENCE = 8
 """Maximum number of consecutive quiet windows required before the threads spin again (see
 ``ComputeThreads._switch``). A short burst of other load then costs half a second of sleeping, which
 is up to twice as slow as spinning."""
@@ -264,7 +264,7 @@ class ComputeThreads:
 
         Two states. Spinning: the first crowded window switches to sleeping. Sleeping: ``_patience``
         quiet windows in a row switch to spinning, which is then on trial for ``STEADY_WINDOWS``
-        windows. A trial that fails doubles the patience, up to ``LONGEST_PATIENCE``; one that
+        windows. A trial that fails doubles the patience, up to ``MAX_PATIENCE``; one that
         succeeds resets it to 1.
         """
         self._since_spin += 1
@@ -273,7 +273,7 @@ class ComputeThreads:
         self._quiet = 0 if crowded else self._quiet + 1
         if crowded and not spin.is_short:
             if self._since_spin < STEADY_WINDOWS:
-                self._patience = min(2 * self._patience, LONGEST_PATIENCE)  # The trial failed.
+                self._patience = min(2 * self._patience, MAX_PATIENCE)  # The trial failed.
             # The count stays at STEADY_WINDOWS or above while asleep, so that it cannot reset the
             # patience.
             self._since_spin = STEADY_WINDOWS

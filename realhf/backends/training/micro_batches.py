@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from realhf.api.sample import MicroBatchSpec, SequenceSample, choose_sequences
 from realhf.backends.training.sequence_packing import (
     BATCH_TOKENS,
+    CHEAP_TOKENS,
     ROW_TOKENS,
-    SMALL,
     PackedRow,
     SequenceInputs,
     batch_packed_rows,
@@ -213,13 +213,14 @@ def _split_passes(
 def _split_by_mask(rows: list[PackedRow]) -> tuple[list[PackedRow], list[PackedRow]]:
     """Split rows into those that need an attention mask and those that do not.
 
-    If too few rows need no mask to form separate passes, all rows are returned together.
+    If the rows without a mask have fewer than ``CHEAP_TOKENS`` tokens, they are not worth a pass of
+    their own, and all rows are returned in one list.
     """
-    plain = [row for row in rows if row.is_single]
-    shared = [row for row in rows if not row.is_single]
-    if sum(row.length for row in plain) >= SMALL:
-        return shared, plain
-    return (rows, []) if shared else ([], rows)
+    unmasked = [row for row in rows if row.is_single]
+    masked = [row for row in rows if not row.is_single]
+    if sum(row.length for row in unmasked) >= CHEAP_TOKENS:
+        return masked, unmasked
+    return (rows, []) if masked else ([], rows)
 
 
 def _is_divisible(pass_rows: Sequence[PackedRow]) -> bool:

@@ -216,9 +216,9 @@ BATCH_TOKENS = 4096
 slower because of the caches."""
 _MAX_PADDING = 0.05
 """Maximum fraction of a batch's positions that may be padding."""
-SMALL = BATCH_TOKENS // 8
-"""Number of positions up to which a batch may have more padding than that, because padding costs
-less than another pass."""
+CHEAP_TOKENS = BATCH_TOKENS // 8
+"""Number of positions up to which a batch costs hardly more than a pass as such. Such a batch may
+have more padding than that, because padding costs less than another pass."""
 
 
 def batch_packed_rows(lengths: Sequence[int], max_tokens: int | None = None) -> list[list[int]]:
@@ -266,7 +266,7 @@ def batch_padded_rows(
         if (
             current
             and positions <= max_tokens
-            and (padding <= _MAX_PADDING * positions or positions <= SMALL)
+            and (padding <= _MAX_PADDING * positions or positions <= CHEAP_TOKENS)
         ):
             current.append(i)
         else:

@@ -336,13 +336,16 @@ class _SelectRows(torch.autograd.Function):
 def build_packed_layout(
     paths: Sequence[np.ndarray], shared: Sequence[int], kernel: Kernel
 ) -> PackedLayout:
-    """Return the layout of sequences (at least one). A sequence without its own tokens has no
-    queries.
+    """Return the attention layout of packed sequences (at least one) that may share prefixes.
+
+    A prefix is computed once, for the first sequence that has it. For example, sequences of 5 and 4
+    tokens with 3 shared ones are packed into 6 columns: ``paths`` is [0 1 2 3 4] and [0 1 2 5],
+    ``shared`` is [0, 3], and the second sequence has one query. A sequence whose tokens are all
+    shared has none.
 
     Args:
-        paths: For each sequence, the columns of its tokens, int64.
-        shared: For each sequence, the number of tokens at its beginning that an earlier sequence
-            computes.
+        paths: For each sequence, the columns of its tokens in the packed row, int64.
+        shared: For each sequence, the length of the prefix computed for an earlier one.
 
     Raises ValueError if the columns of new tokens are not consecutive.
     """

@@ -360,7 +360,7 @@ def _find_damage(folder: Path, completed_steps: int, *, has_snapshot: bool) -> s
     if not records:
         if completed_steps == 0 or (folder.is_symlink() and not folder.exists()):
             return ""
-        return f"{folder} holds no journal, though the run has trained {completed_steps} steps"
+        return f"{folder} has no journal, but the run has trained {completed_steps} steps"
     try:
         state = fold(records)
         if has_snapshot and state.ends_before(step):
@@ -371,9 +371,9 @@ def _find_damage(folder: Path, completed_steps: int, *, has_snapshot: bool) -> s
             f"its checkpoint after step {completed_steps}" if completed_steps else "its beginning"
         )
         raise JournalError(
-            f"{folder}: {error}; the run would go on from {start}, because there is no later "
-            f"checkpoint that is "
-            "whole. Put its checkpoints back where they were, or start over with "
+            f"{folder}: {error}; the run would resume from {start}, because no later intact "
+            f"checkpoint exists. "
+            "Put its checkpoints back where they were, or start over with "
             "recover_mode=disabled"
         ) from None
     return ""

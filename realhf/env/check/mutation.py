@@ -164,8 +164,8 @@ class Mutants:
             yield from self._misname()
 
     def _leave_additional(self) -> Iterator[Change[tuple[Action, ...]]]:
-        """Yield the actions with something additional created, and with the same thing created and
-        removed again."""
+        """Yield variants of the actions: some that also create another object, and some that create
+        it and then remove it."""
         actions = self._actions
         for call in self._creation_calls():
             additional = Action("", (call,))

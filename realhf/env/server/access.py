@@ -71,9 +71,9 @@ def guard_rules(config: ServerConfig, own_guard: str) -> GuardRules:
 
     return GuardRules(
         pages=PageRules(hosts, lambda scope: is_write(scope) or scope.get("path") == MCP_PATH),
-        form=error_body,
+        error_body=error_body,
         authorize=authorize,
-        local_remedy=""
+        local_only_reason=""
         if config.token
         else f"without a token this server is for its own machine only: set "
         f"{config.setting_label('token')}",

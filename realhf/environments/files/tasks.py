@@ -201,7 +201,7 @@ answer = _caller("answer", "text")
 
 
 def rename(scene: FilesScene) -> FilesInstance:
-    """Make a task: give a file another name."""
+    """Generate a task that asks to rename a file."""
     scene.others()
     old = scene.file()
     new = scene.path()
@@ -211,14 +211,14 @@ def rename(scene: FilesScene) -> FilesInstance:
 
 
 def remove(scene: FilesScene) -> FilesInstance:
-    """Make a task: delete a file."""
+    """Generate a task that asks to delete a file."""
     scene.others()
     path = scene.file()
     return scene.instance(f"Delete {path}.", delete(path), wanted={path: None})
 
 
 def create(scene: FilesScene) -> FilesInstance:
-    """Make a task: write a new file."""
+    """Generate a task that asks to write a new file."""
     scene.others()
     path = scene.path()
     text = scene.word()
@@ -228,7 +228,7 @@ def create(scene: FilesScene) -> FilesInstance:
 
 
 def put_away(scene: FilesScene) -> FilesInstance:
-    """Make a task: move a file into a folder."""
+    """Generate a task that asks to move a file into a folder."""
     scene.others()
     old = scene.file()
     folder = scene.folder()
@@ -238,7 +238,7 @@ def put_away(scene: FilesScene) -> FilesInstance:
 
 
 def tell_text(scene: FilesScene) -> FilesInstance:
-    """Make a task: say what a file contains."""
+    """Generate a task that asks what a file contains."""
     scene.others()
     path = scene.file(words=1)
     text = scene.files[path]
@@ -246,14 +246,14 @@ def tell_text(scene: FilesScene) -> FilesInstance:
 
 
 def find(scene: FilesScene) -> FilesInstance:
-    """Make a task: say which file contains a word."""
+    """Generate a task that asks which file contains a word."""
     scene.others()
     path, word = _with_word(scene)
     return scene.instance(f"Which file holds {word}?", search(word), answer(path), answer=path)
 
 
 def count_files(scene: FilesScene) -> FilesInstance:
-    """Make a task: count the files in a folder."""
+    """Generate a task that asks to count the files in a folder."""
     scene.others()
     folder = scene.folder()
     count = scene.rng.randint(2, 5)
@@ -264,7 +264,7 @@ def count_files(scene: FilesScene) -> FilesInstance:
 
 
 def count_found(scene: FilesScene) -> FilesInstance:
-    """Make a task: count the files that contain a word."""
+    """Generate a task that asks to count the files that contain a word."""
     scene.others()
     word = scene.word()
     count = scene.rng.randint(2, 4)
@@ -275,7 +275,7 @@ def count_found(scene: FilesScene) -> FilesInstance:
 
 
 def copy(scene: FilesScene) -> FilesInstance:
-    """Make a task: copy a file."""
+    """Generate a task that asks to copy a file."""
     scene.others()
     old = scene.file(words=1)
     new = scene.path()
@@ -284,7 +284,7 @@ def copy(scene: FilesScene) -> FilesInstance:
 
 
 def replace(scene: FilesScene) -> FilesInstance:
-    """Make a task: replace a word in a file."""
+    """Generate a task that asks to replace a word in a file."""
     scene.others()
     path, old = _with_word(scene)
     new = scene.word()
@@ -294,7 +294,7 @@ def replace(scene: FilesScene) -> FilesInstance:
 
 
 def append(scene: FilesScene) -> FilesInstance:
-    """Make a task: add a word to a file."""
+    """Generate a task that asks to add a word to a file."""
     scene.others()
     path = scene.file(words=1)
     word = scene.word()
@@ -304,7 +304,7 @@ def append(scene: FilesScene) -> FilesInstance:
 
 
 def rename_found(scene: FilesScene) -> FilesInstance:
-    """Make a task: rename the file that contains a word."""
+    """Generate a task that asks to rename the file that contains a word."""
     scene.others()
     path, word = _with_word(scene)
     new = scene.path()
@@ -315,7 +315,7 @@ def rename_found(scene: FilesScene) -> FilesInstance:
 
 
 def remove_found(scene: FilesScene) -> FilesInstance:
-    """Make a task: delete the file that contains a word."""
+    """Generate a task that asks to delete the file that contains a word."""
     scene.others()
     path, word = _with_word(scene)
     request = f"Delete the file that holds {word}."
@@ -323,7 +323,7 @@ def remove_found(scene: FilesScene) -> FilesInstance:
 
 
 def move_all(scene: FilesScene) -> FilesInstance:
-    """Make a task: move the files in a folder to another folder."""
+    """Generate a task that asks to move the files in a folder to another folder."""
     scene.others()
     old = scene.folder()
     new = scene.folder()
@@ -337,7 +337,7 @@ def move_all(scene: FilesScene) -> FilesInstance:
 
 
 def remove_all(scene: FilesScene) -> FilesInstance:
-    """Make a task: delete the files with a given ending."""
+    """Generate a task that asks to delete the files with a given ending."""
     scene.others(2, 3)
     paths = sorted(scene.file(ending="log", words=1) for _ in range(2))
     request = "Delete every file whose name ends with .log."
@@ -347,7 +347,7 @@ def remove_all(scene: FilesScene) -> FilesInstance:
 
 
 def swap(scene: FilesScene) -> FilesInstance:
-    """Make a task: swap the names of two files."""
+    """Generate a task that asks to swap the names of two files."""
     scene.others()
     first = scene.file()
     second = scene.file()
@@ -362,7 +362,7 @@ def swap(scene: FilesScene) -> FilesInstance:
 
 
 def join(scene: FilesScene) -> FilesInstance:
-    """Make a task: write the texts of two files to a third file."""
+    """Generate a task that asks to write the texts of two files to a third file."""
     scene.others()
     first = scene.file(words=1)
     second = scene.file(words=1)

@@ -61,16 +61,16 @@ def read_value(answer: str) -> str:
     )
 
 
-def result_text(result: Result, most_chars: int) -> str:
-    """Return the result of a statement in at most ``most_chars`` characters: its rows, one per line
+def result_text(result: Result, max_chars: int) -> str:
+    """Return the result of a statement in at most ``max_chars`` characters: its rows, one per line
     with | between the values, the number of changed rows, or its error."""
     if result.error:
-        return shorten(f"error: {_printable(result.error)}", most_chars)
+        return shorten(f"error: {_printable(result.error)}", max_chars)
     if result.changed is not None and not result.rows:
         return f"ok, {result.changed} row{'' if result.changed == 1 else 's'} changed"
     lines = [row_text(row) for row in result.rows]
     return shorten(
-        "\n".join([*lines, *(["more rows"] if result.more else [])]) or "no rows", most_chars
+        "\n".join([*lines, *(["more rows"] if result.more else [])]) or "no rows", max_chars
     )
 
 
@@ -79,10 +79,10 @@ def row_text(row: Iterable[Any]) -> str:
     return "|".join(map(_value_text, row))
 
 
-def shorten(text: str, most_chars: int) -> str:
-    """Return the text, or its beginning and dots if it is longer than ``most_chars``, which must be
-    at least 3."""
-    return text if len(text) <= most_chars else f"{text[: most_chars - 3]}..."
+def shorten(text: str, max_chars: int) -> str:
+    """Return the text, truncated and ended with "..." if it is longer than ``max_chars``, which
+    must be at least 3."""
+    return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
 
 
 def _value_text(value: Any) -> str:

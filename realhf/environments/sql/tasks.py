@@ -29,7 +29,7 @@ statements."""
 
 
 def cell(scene: SqlScene) -> SqlInstance:
-    """Make a question: the number in a row that is given by its name."""
+    """Generate a question about the number in a row; the question names the row."""
     table = scene.table
     number = scene.number
     row = scene.target
@@ -42,7 +42,7 @@ def cell(scene: SqlScene) -> SqlInstance:
 
 
 def name_of_id(scene: SqlScene) -> SqlInstance:
-    """Make a question: the name of a row that is given by its id."""
+    """Generate a question about the name of a row; the question gives its id."""
     return question(
         scene,
         f"What is the name in {scene.table} where id={scene.target.id}?",
@@ -52,7 +52,7 @@ def name_of_id(scene: SqlScene) -> SqlInstance:
 
 
 def name_of_number(scene: SqlScene) -> SqlInstance:
-    """Make a question: the name of a row that is given by its number."""
+    """Generate a question about the name of a row; the question gives its number."""
     table = scene.table
     number = scene.number
     row = scene.target
@@ -65,7 +65,7 @@ def name_of_number(scene: SqlScene) -> SqlInstance:
 
 
 def count(scene: SqlScene) -> SqlInstance:
-    """Make a question: how many rows have a given text."""
+    """Generate a question about how many rows have a given text."""
     table = scene.table
     text = scene.text
     value = scene.target.text
@@ -78,7 +78,7 @@ def count(scene: SqlScene) -> SqlInstance:
 
 
 def total(scene: SqlScene) -> SqlInstance:
-    """Make a question: the sum of the numbers in rows with a given text."""
+    """Generate a question about the sum of the numbers in rows with a given text."""
     table = scene.table
     text = scene.text
     number = scene.number
@@ -92,7 +92,7 @@ def total(scene: SqlScene) -> SqlInstance:
 
 
 def extreme(scene: SqlScene) -> SqlInstance:
-    """Make a question: the name of the row with the largest or smallest number."""
+    """Generate a question about the name of the row with the largest or smallest number."""
     table = scene.table
     number = scene.number
     largest = scene.rng.random() < 0.5
@@ -106,7 +106,7 @@ def extreme(scene: SqlScene) -> SqlInstance:
 
 
 def total_above(scene: SqlScene) -> SqlInstance:
-    """Make a question: the sum of all numbers greater than a given number."""
+    """Generate a question about the sum of all numbers greater than a given number."""
     table = scene.table
     number = scene.number
     limit = scene.other.number
@@ -120,8 +120,8 @@ def total_above(scene: SqlScene) -> SqlInstance:
 
 
 def linked_value(scene: SqlScene) -> SqlInstance:
-    """Make a question: the value in a second table for a row of the main table that is given by its
-    name."""
+    """Generate a question about the value that a second table has for a row of the main table.
+    The question names the row."""
     linked = linked_table(scene)
     row = scene.target
     return question(
@@ -135,7 +135,7 @@ def linked_value(scene: SqlScene) -> SqlInstance:
 
 
 def linked_count(scene: SqlScene) -> SqlInstance:
-    """Make a question: how many rows have a given value in a second table."""
+    """Generate a question about how many rows have a given value in a second table."""
     linked = linked_table(scene)
     column, value, having = _rows_with_value(scene, linked)
     return question(
@@ -149,7 +149,8 @@ def linked_count(scene: SqlScene) -> SqlInstance:
 
 
 def linked_total(scene: SqlScene) -> SqlInstance:
-    """Make a question: the sum of the numbers in rows with a given value in a second table."""
+    """Generate a question about the sum of the numbers in the rows that have a given value in a
+    second table."""
     linked = linked_table(scene)
     column, value, having = _rows_with_value(scene, linked)
     return question(
@@ -192,7 +193,7 @@ def _value_of(linked: SqlTable) -> dict[str, str]:
 
 
 def set_number(scene: SqlScene) -> SqlInstance:
-    """Make a change: give a row another number."""
+    """Generate a task that asks to change the number of a row."""
     table = scene.table
     number = scene.number
     row = scene.target
@@ -208,7 +209,7 @@ def set_number(scene: SqlScene) -> SqlInstance:
 
 
 def delete(scene: SqlScene) -> SqlInstance:
-    """Make a change: delete a row."""
+    """Generate a task that asks to delete a row."""
     return change(
         scene,
         f"Delete the row in {scene.table} where name='{scene.target.name}'.",
@@ -218,7 +219,7 @@ def delete(scene: SqlScene) -> SqlInstance:
 
 
 def insert(scene: SqlScene) -> SqlInstance:
-    """Make a change: add a row."""
+    """Generate a task that asks to add a row."""
     new = scene.draw_new_rows(1)[0]
     values = f"{new.id},'{new.name}','{new.text}',{new.number}"
     return change(
@@ -230,7 +231,7 @@ def insert(scene: SqlScene) -> SqlInstance:
 
 
 def raise_numbers(scene: SqlScene) -> SqlInstance:
-    """Make a change: add to the numbers of all rows with a given text."""
+    """Generate a task that asks to increase the numbers of all rows with a given text."""
     table = scene.table
     text = scene.text
     number = scene.number
@@ -247,7 +248,7 @@ def raise_numbers(scene: SqlScene) -> SqlInstance:
 
 
 def transfer(scene: SqlScene) -> SqlInstance:
-    """Make a change: move a part of a row's number to another row."""
+    """Generate a task that asks to move a part of a row's number to another row."""
     table = scene.table
     number = scene.number
     giver = scene.target
@@ -266,7 +267,7 @@ def transfer(scene: SqlScene) -> SqlInstance:
 
 
 def copy_number(scene: SqlScene) -> SqlInstance:
-    """Make a change: give a row the number of another row."""
+    """Generate a task that asks to copy the number of a row to another row."""
     table = scene.table
     number = scene.number
     source = scene.target
@@ -283,7 +284,7 @@ def copy_number(scene: SqlScene) -> SqlInstance:
 
 
 def archive(scene: SqlScene) -> SqlInstance:
-    """Make a change: move a row to another table."""
+    """Generate a task that asks to move a row to another table."""
     table = scene.table
     target = scene.target
     remaining = scene.draw_new_rows(3)
@@ -302,7 +303,7 @@ def archive(scene: SqlScene) -> SqlInstance:
 
 
 def rename(scene: SqlScene) -> SqlInstance:
-    """Make a change: replace a text by another one in two tables."""
+    """Generate a task that asks to replace a text with another one in two tables."""
     linked = linked_table(scene)
     text = scene.text
     old = scene.target.text

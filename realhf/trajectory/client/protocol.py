@@ -189,7 +189,8 @@ class PushReceipt:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of groups as their producers sent them, with all keys of the original server."""
+    """A batch of groups as their producers sent them, with all keys that an Atropos server
+    returns."""
 
     groups: list[dict[str, Any]]
     """The groups. Rows of numbers are numpy arrays on the binary wire and lists on JSON."""

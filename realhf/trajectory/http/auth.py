@@ -152,7 +152,7 @@ def guard_rules(config: TrajectoryConfig) -> GuardRules:
     ])  # fmt: skip
     if config.has_tokens:
         return GuardRules(
-            pages=None, form=error_body, authorize=lambda scope: _authorize(scope, roles)
+            pages=None, error_body=error_body, authorize=lambda scope: _authorize(scope, roles)
         )
     hosts = ServedHosts(
         "this server is not known as {host}; --allowed-hosts names it",
@@ -164,9 +164,9 @@ def guard_rules(config: TrajectoryConfig) -> GuardRules:
     )
     return GuardRules(
         pages=PageRules(hosts, is_protected=is_protected, open_reads=True),
-        form=error_body,
+        error_body=error_body,
         authorize=lambda scope: _authorize(scope, None),
-        local_remedy=""
+        local_only_reason=""
         if config.insecure
         else "without a token this server is for its own machine only: set --token, or say "
         "--insecure",

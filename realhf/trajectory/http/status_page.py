@@ -20,11 +20,11 @@ from realhf.trajectory.records import STRICT_ROWS, GroupRecord
 from realhf.trajectory.state import views
 from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.trajectory.wire.encode import encode_group
-from realhf.web.guard import OWN_FILES_POLICY, PAGE_HEADERS
+from realhf.web.guard import PAGE_HEADERS, SAME_ORIGIN_POLICY
 
 _HEADERS = {
     **PAGE_HEADERS,
-    "Content-Security-Policy": OWN_FILES_POLICY,
+    "Content-Security-Policy": SAME_ORIGIN_POLICY,
     "Cache-Control": "no-cache",
 }
 _MAX_SEQUENCES = 4

@@ -472,8 +472,10 @@ def select_strict_with_minimums(
     *,
     recheck: bool = False,
 ) -> Selected | NotSelected:
-    """Select the minimums from complete packs of each environment, then fill the batch from the
-    queue in order. Groups without an environment are not packed."""
+    """Select each environment's minimum number of sequences, then fill the batch in queue order.
+
+    The minimums are met with complete packs: groups of one environment and size whose sizes add up
+    to that of the largest group. Groups without an environment form no packs."""
     largest = index.max_group_size()
     need = compute_needs(batch_size, minimums, "floor")
     lanes = {

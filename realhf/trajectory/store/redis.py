@@ -298,7 +298,12 @@ class RedisStore(TrajectoryStore):
         await self._run(_SETTLE, self._token, "+")
 
     async def commit(self, changes: Changes) -> None:
-        """Commit in one script, which checks the token."""
+        """Commit in one script, which checks that this server still holds the lock.
+
+        The script gets four lists, each preceded by its length: the payloads to keep, the rows to
+        write, the rows to delete and the payloads to free. It returns the new version, 0 if the
+        lock has expired, or a negative number if a payload is missing.
+        """
         rows = [
             (table, key, None if record is None else msgspec.msgpack.encode(record))
             for (table, key), record in changes.rows.items()
@@ -320,7 +325,7 @@ class RedisStore(TrajectoryStore):
         if version < 0:
             raise StoreFailure(f"{self.name}: a payload of this push is no longer there")
         if not version:
-            raise StateLost(f"{self.name}: the write lock ran out before the commit")
+            raise StateLost(f"{self.name}: the write lock expired before the commit")
         self._version = version
         self._last = self._token
         self._staged -= new

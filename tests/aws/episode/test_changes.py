@@ -80,14 +80,14 @@ def test_what_only_looked_or_failed_changed_nothing() -> None:
 
 
 def test_calls_say_what_was_set_and_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(account_changes, "MOST_RESOURCES", 3)
+    monkeypatch.setattr(account_changes, "MAX_RESOURCES", 3)
     found = AccountChanges()
     found.record([deed("s3:PutBucketTagging", {"Bucket": "b", "Tagging": "\ud800" * 10_000})] * 9)
     found.record([deed("s3:CreateBucket", {"Bucket": "c" * 10_000})])
     found.record([deed("s3:CreateBucket", {"Bucket": f"d{number}"}) for number in range(4)])
     first, second, third, more = found.describe({("s3", "b")})
     assert (
-        len(first["calls"]) == account_changes.MOST_CALLS + 2
+        len(first["calls"]) == account_changes.MAX_CALLS + 2
         and first["calls"][0] == "3 calls, then"
     )
     assert (

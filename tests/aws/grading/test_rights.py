@@ -7,7 +7,7 @@ import pytest
 
 from realhf.aws.grading.policy_comparison import Budget, Policies, compare_policies
 from realhf.aws.grading.rights import (
-    MOST_STEPS,
+    MAX_STEPS,
     GainedRight,
     Resources,
     RightsChange,
@@ -99,7 +99,7 @@ def openings(found: RightsChange) -> list[GainedRight]:
 def same_policy(wanted: Any, found: Any) -> bool:
     one = Policies(read_document(wanted))
     other = Policies(read_document(found))
-    return compare_policies(one, other, Budget(MOST_STEPS)).equal
+    return compare_policies(one, other, Budget(MAX_STEPS)).equal
 
 
 def test_the_same_account_has_the_same_rights() -> None:

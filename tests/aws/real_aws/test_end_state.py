@@ -18,7 +18,7 @@ from realhf.aws.episode.episode import Episode
 from realhf.aws.grading.snapshot import SnapshotError
 from realhf.aws.real_aws.account import RealAwsPool, RealState
 from realhf.aws.real_aws.permissions import DEFAULT_READS, is_default_read
-from realhf.aws.real_aws.walked_account import WalkedAccount
+from realhf.aws.real_aws.walked_account import AccountReader
 from realhf.aws.simulator.pool import ACCOUNT, MiniStackPool, Slot
 from realhf.aws.tasks.captures import resolve
 from realhf.aws.tasks.loader import instantiate
@@ -196,7 +196,7 @@ def test_a_task_whose_state_no_permitted_read_shows_is_refused(
         episode.reset(instantiate(task_id, 1))
 
 
-def reader(**answers: Any) -> WalkedAccount:
+def reader(**answers: Any) -> AccountReader:
     """An account of the number 123456789012 that answers so."""
 
     def call(service: str, operation: str, params: dict) -> dict:
@@ -205,7 +205,7 @@ def reader(**answers: Any) -> WalkedAccount:
             raise StateCallError(found, "")
         return found
 
-    return WalkedAccount(call, is_default_read, frozenset({"sqs"}), "123456789012", [])
+    return AccountReader(call, is_default_read, frozenset({"sqs"}), "123456789012", [])
 
 
 def test_what_names_an_account_makes_no_difference() -> None:
@@ -229,7 +229,7 @@ def test_what_is_hidden_later_is_unreadable_and_a_busy_account_is_nobodys_fault(
     account = reader(**answers)
     account.read()
     account._call = reader(**{**answers, "GetQueueAttributes": "AccessDenied"})._call
-    with pytest.raises(SnapshotError, match=r"GetQueueAttributes .* is answered with AccessDenied"):
+    with pytest.raises(SnapshotError, match=r"GetQueueAttributes .* returned AccessDenied"):
         account.read()
     with pytest.raises(ConnectionError, match="ThrottlingException") as busy:
         reader(ListQueues="ThrottlingException").read()

@@ -77,8 +77,8 @@ _SELDOM = 0.12
 _FAVOURED = (frozenset({"headers"}), frozenset({"header", "uri", "querystring"}))
 """Places whose operations are drawn more often: few let an agent name a header, and that is where
 it hurts."""
-_MOST_OPTIONAL = 6
-_DEEPEST = 3
+_MAX_OPTIONAL = 6
+_MAX_DEPTH = 3
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class CommandGrammar:
         some = [name for name, chance in chances.items() if self._random.random() < chance]
         required = [name for name in shape.required_members if self._random.random() < 0.97]
         some.sort(key=lambda name: -chances[name])
-        return {name: shape.members[name] for name in [*required, *some[:_MOST_OPTIONAL]]}
+        return {name: shape.members[name] for name in [*required, *some[:_MAX_OPTIONAL]]}
 
     def _option(self, name: str, member: Shape) -> list[str]:
         option = f"--{xform_name(name, '-')}"
@@ -231,7 +231,7 @@ class CommandGrammar:
 
     def _value(self, shape: Shape, depth: int) -> Any:
         kind = shape.type_name
-        if depth > _DEEPEST:
+        if depth > _MAX_DEPTH:
             return self._hostile()
         if isinstance(shape, StructureShape):
             return {

@@ -38,11 +38,11 @@ from realhf.aws.simulator.pool import MiniStackPool, Slot
 from tests.aws.red_team.command_grammar import _input_shape
 
 LIMITS = OutputLimits(timeout_s=6.0)
-MOST_SECONDS = LIMITS.timeout_s + 24.0
+MAX_SECONDS = LIMITS.timeout_s + 24.0
 """A command that timed out is followed by a question to the simulator and by its replacement, on a
 busy machine."""
 LEASE_EVERY = 25
-_DEEPEST = 4
+_MAX_DEPTH = 4
 _THING = "own-thing"
 _ROLE = f"arn:aws:iam::000000000000:role/{_THING}"
 _NUMBERS = {"integer", "long", "float", "double"}
@@ -167,12 +167,12 @@ class Cases:
     def _plain(self, name: str, shape: Shape, depth: int) -> Any:
         kind = shape.type_name
         if isinstance(shape, StructureShape):
-            wanted = shape.required_members if depth < _DEEPEST else ()
+            wanted = shape.required_members if depth < _MAX_DEPTH else ()
             return {inner: self._plain(inner, shape.members[inner], depth + 1) for inner in wanted}
         if isinstance(shape, MapShape):
             return {}
         if kind == "list":
-            return [self._plain(name, shape.member, depth + 1)] if depth < _DEEPEST else []  # type: ignore[attr-defined]
+            return [self._plain(name, shape.member, depth + 1)] if depth < _MAX_DEPTH else []  # type: ignore[attr-defined]
         if kind in _NUMBERS:
             return max(1, int(shape.metadata.get("min", 1)))
         if kind == "boolean":
@@ -206,7 +206,7 @@ def _places(
     shape: Shape, path: tuple[str, ...], seen: frozenset[str]
 ) -> Iterator[tuple[tuple[str, ...], Shape]]:
     """Members that have an extreme, by their paths; what holds itself is entered once."""
-    if shape.name in seen or len(path) > _DEEPEST:
+    if shape.name in seen or len(path) > _MAX_DEPTH:
         return
     if isinstance(shape, StructureShape):
         for name, member in shape.members.items():
@@ -348,7 +348,7 @@ class ResourceFuzzer:
             heapq.heappush(kept, (figure, named))
             while len(kept) > 12:
                 heapq.heappop(kept)
-        if seconds > MOST_SECONDS:
+        if seconds > MAX_SECONDS:
             tally.breaches.append(f"{seconds:.1f} s: {named}")
         if held > SIMULATOR_MEMORY_MB << 20:
             tally.breaches.append(f"{held >> 20} MB: {named}")

@@ -54,7 +54,7 @@ PAGE = IMPORT_ROOT / "docs" / "reference" / "conformance.md"
 
 _READ = re.compile(r"(list|describe|get|batch-get|head|scan|query|filter)\b")
 _NOTHING = "nothing-has-this"
-_MOST_VALUES = 80
+_MAX_VALUES = 80
 _FAR_S = {True: 4102444800, False: 978307200}
 """For the begin of a time span a moment after everything, for its end one before."""
 _NO_SELECTOR = re.compile(
@@ -305,7 +305,7 @@ class Prober:
         leaves = _leaves(whole, selector.filter or selector.member)
         errors = []
         shared = False
-        for value in itertools.islice(leaves, _MOST_VALUES):
+        for value in itertools.islice(leaves, _MAX_VALUES):
             kept = ask(wrap(value))
             if isinstance(kept, str):
                 errors.append(kept)
@@ -315,7 +315,7 @@ class Prober:
                 shared = True
         if shared:
             return "right", ""
-        if isinstance(nothing, str) and len(errors) == min(len(leaves), _MOST_VALUES):
+        if isinstance(nothing, str) and len(errors) == min(len(leaves), _MAX_VALUES):
             return "refused", nothing
         return "not shown", "nothing in the account was kept by it"
 

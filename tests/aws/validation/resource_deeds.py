@@ -32,7 +32,7 @@ _MAKES = re.compile(
 _IDENTITY = re.compile(r"(name|id|arn|url|identifier|bucket|key|alias)$", re.IGNORECASE)
 _VERB = re.compile(r"^[A-Z][a-z]+")
 _API_SERVICES = {"s3": "s3api", "states": "stepfunctions"}
-_MOST_UPDATES = 24
+_MAX_UPDATES = 24
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def deeds(request: Request, words: Words) -> Iterator[tuple[Deed, str, str]]:
         ):
             continue
         kind: Deed = "undone" if _UNDOES.match(operation) else "updated"
-        for params in islice(_filled(other, noun, known, words, kind), _MOST_UPDATES):
+        for params in islice(_filled(other, noun, known, words, kind), _MAX_UPDATES):
             options = (
                 option_words(option_of(request.service, operation, name), value)
                 for name, value in params.items()

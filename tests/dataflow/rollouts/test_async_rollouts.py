@@ -444,7 +444,7 @@ async def test_a_journal_that_is_gone_is_made_again_from_the_checkpoint_or_the_r
     scene.warned.clear()
     with pytest.raises(
         JournalDamaged,
-        match=r"holds no journal, though the run has trained 1 steps.*recover_mode=disab",
+        match=r"has no journal, but the run has trained 1 steps.*recover_mode=disab",
     ):
         await scene.open(1)
     for _ in range(2):  # the second time from the journal that was made the first time
@@ -457,4 +457,4 @@ async def test_a_journal_that_is_gone_is_made_again_from_the_checkpoint_or_the_r
         )
         assert not rollouts._ledger.state.accepted.keys() & set(trained)
         assert not rollouts._ledger.state.outstanding.keys() & set(trained)
-    assert not any("holds no journal" in text for text in told)
+    assert not any("has no journal" in text for text in told)
