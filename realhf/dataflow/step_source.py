@@ -50,8 +50,8 @@ class StepLoader:
 
     @property
     def busy(self) -> bool:
-        """Whether it waits for something that has its own deadline, so that the wait does not count
-        as a stall."""
+        """Whether the loader waits for something that has its own deadline. Such a wait does not
+        count as a stall."""
         raise NotImplementedError
 
     async def run(self, first_step: int) -> None:

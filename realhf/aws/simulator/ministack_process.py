@@ -398,7 +398,7 @@ class MiniStackProcess:
         """Return the process's CPU time in seconds with nanosecond resolution, or -1.0 if the
         process is gone.
 
-        The process does not run while this value does not change.
+        If two calls return the same value, the process did not run in between.
         """
         try:
             return time.clock_gettime(~self.pid << 3 | _CPU_CLOCK)

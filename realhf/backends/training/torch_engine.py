@@ -96,7 +96,8 @@ class CompiledBlocks:
 
 
 def _missing_compiler(device: torch.device) -> str:
-    """Return which compiler torch.compile lacks for this device, or ""."""
+    """Return a sentence about the compiler that torch.compile needs for this device but cannot
+    find; "" if nothing is missing."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton

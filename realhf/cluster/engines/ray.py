@@ -92,7 +92,7 @@ class RayStarter(HelperStarter):
 
     def start_agents(self, endpoint: str, keys: HostKeys) -> None:
         """See ``AgentStarter``. Raises ClusterError if the cluster lacks the resources for the
-        hosts or is not reached."""
+        hosts or cannot be reached."""
         options = self._options
         plan: dict[str, Any] = {
             "address": options.ray,

@@ -156,7 +156,8 @@ def validate_action(data: Any) -> dict[str, Any]:
 
 def to_message(action: Mapping[str, Any]) -> AssistantMessage:
     """Convert a validated action to the policy's message. If ``content`` is missing, ``text`` is
-    used as the content. Calls beyond ``MAX_CALLS`` are replaced by one call with a problem."""
+    used as the content. Calls beyond ``MAX_CALLS`` are replaced by one malformed call, whose
+    ``problem`` names the limit."""
     content = action.get("content", action.get("text", ""))
     calls = action.get("tool_calls", [])
     tool_calls = [_to_call(entry, position) for position, entry in enumerate(calls[:MAX_CALLS])]
