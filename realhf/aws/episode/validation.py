@@ -55,7 +55,7 @@ class Fault:
     """Description of the problem."""
     key: str = ""
     """Key of the template that contains the problem; "" for the template as a whole."""
-    place: int | None = None
+    index: int | None = None
     """Index in the list under that key."""
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Fault:
 
     def describe(self, template: Template) -> str:
         """Return the problem, prefixed with file, line and task."""
-        line = line_of(template, self.key, self.place)
+        line = line_of(template, self.key, self.index)
         return f"{template.file}:{line}: task {template.task_id}: {self.text}"
 
 
@@ -91,11 +91,11 @@ def template_problems(template: Template) -> list[Fault]:
                 "success_criteria" if template.success_criteria else "",
             )
         ]
-    for place, line in enumerate(task.free):
+    for index, line in enumerate(task.free):
         try:
             parse_free_field(line)
         except TaskError as error:
-            return [Fault(str(error), "free", place)]
+            return [Fault(str(error), "free", index)]
     return [
         *_policy_problems(task, operations),
         *_text_problems(task, operations),
@@ -110,18 +110,18 @@ def _policy_problems(task: Task, operations: Iterable[str]) -> Iterator[Fault]:
         "possible_drifts": task.possible_drifts,
     }
     for key, commands in lists.items():
-        for place, command in enumerate(commands):
+        for index, command in enumerate(commands):
             if not _is_allowed(command):
-                yield Fault(f"the policy does not allow {command}", key, place)
+                yield Fault(f"the policy does not allow {command}", key, index)
     for operation in operations:
         service, _, name = operation.partition(":")
         if not operation_allowed(service, name):
             text = f"the policy does not allow {operation}, so no command can earn it"
             yield Fault(text, "success_criteria")
-    for key, place, line in _command_lines(task):
+    for key, index, line in _command_lines(task):
         rule = check_command(line).rule
         if rule is not None:
-            yield Fault(f"refused ({rule}): {line}", key, place)
+            yield Fault(f"refused ({rule}): {line}", key, index)
 
 
 def _is_allowed(command: SetupCommand) -> bool:
@@ -134,11 +134,11 @@ def _command_lines(task: Task) -> Iterator[tuple[str, int, str]]:
     """Yield (key, index, command line) for every reference command. The solution of a drift task
     consists of the repairs of its drifts."""
     if not task.possible_drifts:
-        yield from (("solution", place, line) for place, line in enumerate(task.solution))
-    for place, drift in enumerate(task.possible_drifts):
-        yield from (("possible_drifts", place, line) for line in drift.repair)
-    for place, commands in enumerate(task.any_of):
-        yield from (("any_of", place, line) for line in commands)
+        yield from (("solution", index, line) for index, line in enumerate(task.solution))
+    for index, drift in enumerate(task.possible_drifts):
+        yield from (("possible_drifts", index, line) for line in drift.repair)
+    for index, commands in enumerate(task.any_of):
+        yield from (("any_of", index, line) for line in commands)
 
 
 def _text_problems(task: Task, operations: Iterable[str]) -> Iterator[Fault]:
@@ -146,10 +146,10 @@ def _text_problems(task: Task, operations: Iterable[str]) -> Iterator[Fault]:
         ("description", None, task.description),
         ("desired_state_spec", None, task.desired_state_spec),
     ]
-    for key, place, text in (*texts, *_command_lines(task)):
+    for key, index, text in (*texts, *_command_lines(task)):
         unfilled = _PLACEHOLDER.search(text)
         if unfilled:
-            yield Fault(f"nothing fills the placeholder {unfilled[0]}", key, place)
+            yield Fault(f"nothing fills the placeholder {unfilled[0]}", key, index)
     shown = f"{task.description} {task.desired_state_spec}"
     for secret in (*operations, *task.solution):
         if secret in shown:
@@ -157,9 +157,9 @@ def _text_problems(task: Task, operations: Iterable[str]) -> Iterator[Fault]:
 
 
 def _drift_field_problems(task: Task) -> Iterator[Fault]:
-    for place, drift in enumerate(task.possible_drifts):
+    for index, drift in enumerate(task.possible_drifts):
         if not drift.repair:
-            yield Fault("a drift has no repair", "possible_drifts", place)
+            yield Fault("a drift has no repair", "possible_drifts", index)
     if bool(task.desired_state_spec) is not bool(task.possible_drifts):
         yield Fault(
             "a desired state belongs to a task with drifts, and to no other", "desired_state_spec"
@@ -204,7 +204,7 @@ def find_problems(episode: Episode, task: Task, *, thorough: bool = False) -> li
     except EpisodeError as error:
         cause = error.__cause__
         if isinstance(cause, SetupError | TargetError):
-            return [Fault(str(cause), cause.field, cause.place)]
+            return [Fault(str(cause), cause.field, cause.index)]
         raise
 
 
@@ -245,22 +245,22 @@ def _freedom_problems(episode: Episode, task: Task) -> Iterator[Fault]:
         else []
     )
     kinds = {f"{key[0]}/{key[1]}" for end in ends for key in end.resources}
-    for place, kind in enumerate(task.verbatim):
+    for index, kind in enumerate(task.verbatim):
         if kind not in kinds:
-            yield Fault(f"verbatim: no solution leaves a {kind}", "verbatim", place)
-    for place, (kind, path, values) in enumerate(free):
+            yield Fault(f"verbatim: no solution leaves a {kind}", "verbatim", index)
+    for index, (kind, path, values) in enumerate(free):
         if kind not in kinds:
             others = sorted(one for one in kinds if one.partition("/")[0] == kind.partition("/")[0])
             yield Fault(
                 f"free: no solution leaves a {kind}, but {', '.join(others) or 'other services'}",
                 "free",
-                place,
+                index,
             )
         elif any(has_field(end, kind, path) for end in ends):
             if not any(has_field(end, kind, path, values) for end in ends):
-                yield Fault(f"free: a solution's own {path} is not {values}", "free", place)
+                yield Fault(f"free: a solution's own {path} is not {values}", "free", index)
         elif not _may_be_empty(kind, path):
-            yield Fault(f"free: no {kind} that a solution leaves has a field {path}", "free", place)
+            yield Fault(f"free: no {kind} that a solution leaves has a field {path}", "free", index)
 
 
 def _may_be_empty(kind: str, path: str) -> bool:
@@ -298,15 +298,15 @@ def _missing_note(episode: Episode) -> str:
 
 
 def _mistake_problems(episode: Episode, task: Task) -> Iterator[Fault]:
-    for place, mistake in enumerate(mistakes(task)):
+    for index, mistake in enumerate(mistakes(task)):
         if play(episode, task, mistake.commands)[0]:
-            yield Fault(f"mistake {list(mistake.commands)} achieves the task", "mistakes", place)
+            yield Fault(f"mistake {list(mistake.commands)} achieves the task", "mistakes", index)
         if mistake.recovery and play(episode, task, mistake.commands, then=mistake.recovery) != (
             True,
             1.0,
         ):
             text = f"mistake {list(mistake.commands)}: its recovery does not achieve the task"
-            yield Fault(text, "mistakes", place)
+            yield Fault(text, "mistakes", index)
 
 
 def _drift_problems(episode: Episode, task: Task) -> Iterator[Fault]:
@@ -317,9 +317,9 @@ def _drift_problems(episode: Episode, task: Task) -> Iterator[Fault]:
     no more than BLIND_RETURN on average.
     """
     blind_returns = []
-    places = range(len(task.possible_drifts))
+    indices = range(len(task.possible_drifts))
     for chosen in chain.from_iterable(
-        combinations(places, count) for count in range(MIN_DRIFTS, MAX_DRIFTS + 1)
+        combinations(indices, count) for count in range(MIN_DRIFTS, MAX_DRIFTS + 1)
     ):
         names = ", ".join(str(task.possible_drifts[i]) for i in chosen)
         try:
@@ -332,11 +332,11 @@ def _drift_problems(episode: Episode, task: Task) -> Iterator[Fault]:
             yield Fault(text, "possible_drifts", chosen[0])
         if len(chosen) == MIN_DRIFTS:
             blind_returns.append(play(episode, task, whole_state(task), chosen)[1])
-    for place in places:
+    for index in indices:
         try:
-            play(episode, task, [], [place])
+            play(episode, task, [], [index])
         except TaskError as error:
-            yield Fault(f"drift {task.possible_drifts[place]}: {error}", "possible_drifts", place)
+            yield Fault(f"drift {task.possible_drifts[index]}: {error}", "possible_drifts", index)
     if blind_returns and sum(blind_returns) / len(blind_returns) > BLIND_RETURN:
         mean_return = sum(blind_returns) / len(blind_returns)
         yield Fault(

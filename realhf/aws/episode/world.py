@@ -64,7 +64,7 @@ class SetupError(RuntimeError):
     field = ""
     """Key of the list in the task that contains the failing command, such as "setup_commands"; ""
     if unknown."""
-    place: int | None = None
+    index: int | None = None
     """Index of the failing command in that list."""
 
 
@@ -100,8 +100,8 @@ def build_world(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None 
     present: set[tuple[str, str]] = set()
     sent: list[tuple[AcceptedRequest, ...]] = []
     try:
-        for place, command in enumerate(task.setup):
-            with _tag_setup_errors("setup_commands", place):
+        for index, command in enumerate(task.setup):
+            with _tag_setup_errors("setup_commands", index):
                 answers.append(
                     _send(slot, _fill_captures(command, answers), "set-up", present, sent)
                 )
@@ -109,8 +109,8 @@ def build_world(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None 
     except CaptureError as error:
         raise SetupError(f"task {task.task_id}: {error}") from None
     _put_assets(slot, task)
-    for place, decoy in enumerate(task.decoys):
-        with _tag_setup_errors("decoys", place):
+    for index, decoy in enumerate(task.decoys):
+        with _tag_setup_errors("decoys", index):
             _send(slot, decoy, "decoy", present, sent)
     chosen = (
         choose_drifts(task.possible_drifts, seed)
@@ -126,12 +126,12 @@ def build_world(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None 
 
 
 @contextmanager
-def _tag_setup_errors(field: str, place: int) -> Iterator[None]:
+def _tag_setup_errors(field: str, index: int) -> Iterator[None]:
     try:
         yield
     except SetupError as error:
         error.field = field
-        error.place = place
+        error.index = index
         raise
 
 
@@ -245,7 +245,7 @@ class TargetError(RuntimeError):
 
     field = "solution"
     """Key of the list in the task that contains the failing command."""
-    place: int | None = None
+    index: int | None = None
     """Index of the failing command in that list."""
 
 
@@ -341,7 +341,7 @@ def _play_solution(
                 f"task {task.task_id}: command {number} of its solution fails: "
                 f"{result.stderr.strip()}"
             )
-            error.place = number - 1
+            error.index = number - 1
             raise error
         outputs.append(result.stdout)
         requests = [(f"{one.service}:{one.operation}", one.params) for one in result.requests]

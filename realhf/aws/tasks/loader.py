@@ -302,12 +302,12 @@ def instantiate(
     return replace(task, solution=tuple(solution)) if solution else task
 
 
-def with_drifts(task: Task, places: Iterable[int]) -> Task:
+def with_drifts(task: Task, drifts: Iterable[int]) -> Task:
     """Return the task with the solution for the given drifts, instead of those that its seed draws.
 
-    ``places``: indices into ``possible_drifts``.
+    ``drifts``: indices into ``possible_drifts``.
     """
-    solution = repairs([task.possible_drifts[place] for place in places])
+    solution = repairs([task.possible_drifts[index] for index in drifts])
     return replace(task, solution=tuple(solution)) if solution else task
 
 
@@ -400,21 +400,21 @@ def _iterate_files() -> Iterator[tuple[str, Traversable]]:
             yield from ((tier, file) for file in files if file.name.endswith(".yaml"))
 
 
-def line_of(template: Template, key: str, place: int | None = None) -> int:
+def line_of(template: Template, key: str, index: int | None = None) -> int:
     """Return the line number (from 1) of a key in the template's file.
 
-    ``place``: index of an element in the key's list, whose line is returned instead. If the
+    ``index``: index of an element in the key's list, whose line is returned instead. If the
     template does not have the key, return the template's own line.
     """
     entry = _nodes(template.file)[template.task_id]
     for name, value in entry.value:
         if name.value == key:
             is_element = (
-                place is not None
+                index is not None
                 and isinstance(value, yaml.SequenceNode)
-                and place < len(value.value)
+                and index < len(value.value)
             )
-            return (value.value[place] if is_element else name).start_mark.line + 1
+            return (value.value[index] if is_element else name).start_mark.line + 1
     return entry.start_mark.line + 1
 
 
