@@ -112,7 +112,7 @@ class ServerOptions(ServerSettings):
             if Path(self.model).is_dir()
             else "there is no such folder"
         )
-        return f"--model {self.model}: {what}; `make model` makes models/smollm2_135m"
+        return f"--model {self.model}: {what}; run `make model` to create models/smollm2_135m"
 
     def _find_contradiction(self) -> str:
         """Return an error text if settings contradict each other; "" otherwise."""

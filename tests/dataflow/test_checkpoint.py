@@ -199,7 +199,7 @@ def test_checkpoints_that_are_gone_are_missed(tmp_path: Path) -> None:
         if store.folder.exists():
             store.folder.rmdir()
     (tmp_path / "checkpoints.json").rename(tmp_path / "summary.json")
-    with pytest.raises(CheckpointError, match=r"has made one .*summary\.json is there"):
+    with pytest.raises(CheckpointError, match=r"has made one .*summary\.json exists"):
         store.newest()
 
 

@@ -239,7 +239,7 @@ def test_a_text_that_turns_its_tokens_otherwise_when_longer_is_no_context(tmp_pa
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 512}
     [problem] = problems(folder_of(tmp_path, rope_scaling=rope), total=513)
     assert problem.endswith(
-        "holds 512 tokens (its rotary embedding, longrope, changes for longer texts)"
+        "is 512 tokens (its rotary embedding, longrope, changes for longer texts)"
     )
     assert problems(str(tmp_path), total=512) == []
 

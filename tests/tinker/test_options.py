@@ -49,7 +49,7 @@ def test_a_wrong_option_is_named(model, given, said):
 def test_a_model_that_is_not_there_is_named(tmp_path):
     with pytest.raises(SettingError, match=r"there is no config\.json"):
         read_options(["--model", str(tmp_path)])
-    with pytest.raises(SettingError, match=r"there is no such folder; `make model` makes"):
+    with pytest.raises(SettingError, match=r"there is no such folder; run `make model`"):
         read_options(["--model", str(tmp_path / "none")])
 
 

@@ -15,7 +15,7 @@ from tests.api.chat.test_tool_syntax import FORMS, ONE_CALL, canonical, schemas
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "smollm2_135m"
 pytestmark = pytest.mark.skipif(
-    not MODEL.is_dir(), reason="no models/smollm2_135m; `make model` makes it"
+    not MODEL.is_dir(), reason="no models/smollm2_135m; run `make model` to create it"
 )
 CALLS = [
     ("look", {"where": "über the </think> hill\n\n  twice", "n": -3, "o": {"a": [1, 2.5, None]}}),
