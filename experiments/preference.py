@@ -47,7 +47,7 @@ class PreferenceOptions:
         "Approximate fraction of the groups held out from training to measure pairwise accuracy.",
         at_least=0,
         at_most=0.9,
-        idle="rows of a file are held out with dataset.held_out",
+        unused_because="rows of a file are held out with dataset.held_out",
     )
     beta: float = option(
         0.1,

@@ -356,21 +356,21 @@ class DatasetConfig:
         None,
         "File with rows to train on (.jsonl, .parquet, or a datasets folder) in TRL's formats: "
         "messages, prompt and completion, or chosen and rejected.",
-        idle="only sft and dpo train on a file",
+        unused_because="only sft and dpo train on a file",
     )
     train_on: str = option(
         "assistant",
         "Tokens of a row that are trained: the assistant's messages (without those of a prompt), "
         "everything after the prompt (completion), or all.",
         choices=("assistant", "completion", "all"),
-        idle=_NO_FILE,
+        unused_because=_NO_FILE,
     )
     too_long: str = option(
         "refuse",
         "What happens to rows longer than rollout.max_total_tokens: refuse ends the launch, drop "
         "leaves them out and prints their number.",
         choices=("refuse", "drop"),
-        idle=_NO_FILE,
+        unused_because=_NO_FILE,
     )
     held_out: float = option(
         0.0,
@@ -378,14 +378,14 @@ class DatasetConfig:
         "after and during training (evaluation.every_steps).",
         at_least=0,
         at_most=0.9,
-        idle=_NO_FILE,
+        unused_because=_NO_FILE,
     )
     shown: int = option(
         2,
         "Number of rows whose tokens are printed before training, with those that are trained.",
         at_least=0,
         on_resume="free",
-        idle=_NO_FILE,
+        unused_because=_NO_FILE,
     )
     curriculum: str = option(
         "learnability",

@@ -185,5 +185,5 @@ class ChatDatasetSource(ShuffledRows):
     def __init__(self, *, seed: int, path: str) -> None:
         n_rows = count_json_lines(Path(path))
         if n_rows == 0:
-            raise ValueError(f"{path} holds no conversations")
+            raise ValueError(f"{path} has no conversations")
         super().__init__(seed=seed, n_rows=n_rows)
