@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from realhf.api.environment import EnvironmentFailure
+from realhf.base import process_clock
 from realhf.base.installation import PACKAGE
 from realhf.env.containment.container import CommandResult, Container, ContainerError
 from realhf.env.containment.container_stage import Order
@@ -85,7 +85,7 @@ class HarborEpisode:
             ) from None
         try:
             container.begin()
-            deadline = time.monotonic() + self.task.build_timeout_s
+            deadline = process_clock.now() + self.task.build_timeout_s
             has_run = False
             for step in self.task.build.steps:
                 if isinstance(step, MakeFolder):
@@ -105,9 +105,9 @@ class HarborEpisode:
     def run(self, command: str) -> str:
         """Run a command of the agent and return what it reads."""
         limit_s = min(self._limits.command_timeout_s, self._left_s)
-        began = time.monotonic()
+        began = process_clock.now()
         result = self._run(command, limit_s, {})
-        self._left_s -= time.monotonic() - began
+        self._left_s -= process_clock.now() - began
         if result.code is None:
             return f"{result.output}\n[ended: {result.ended}]".lstrip("\n")
         if result.code:
@@ -159,7 +159,7 @@ class HarborEpisode:
         self._container.close()
 
     def _run_step(self, step: Run, deadline: float) -> None:
-        left_s = max(0.0, deadline - time.monotonic())
+        left_s = max(0.0, deadline - process_clock.now())
         result = self._container.run(
             step.words,
             folder=step.folder,
