@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.opt_in import commit_id, unsampled
@@ -92,9 +94,12 @@ def test_named_tests_run_and_the_others_are_counted(pytester: pytest.Pytester) -
     pytester.runpytest_inprocess("test_file.py", "--run-nightly").assert_outcomes(passed=34)
 
 
-def test_a_parallel_run_counts_the_tests_left_out(pytester: pytest.Pytester) -> None:
+def test_a_parallel_run_counts_the_tests_left_out(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its processes deselect, and the one that prints the summary collects nothing."""
     pytester.makeini("[pytest]\nmarkers =\n    sampled: x\n    nightly: x\n")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     hooks = "pytest_addoption, pytest_sessionfinish, pytest_testnodedown"
     pytester.makeconftest(CONFTEST.replace("pytest_addoption", hooks))
     pytester.makepyfile(test_file=FILE)

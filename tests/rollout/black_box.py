@@ -4,6 +4,7 @@ tokenizer would."""
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
@@ -119,3 +120,15 @@ class FakeTokens:
 
     def free(self, slots: Sequence[int]) -> None:
         self.freed += slots
+
+
+def call_text(x: int) -> str:
+    return f"<tool_call>{json.dumps({'name': 'look', 'arguments': {'x': x}})}</tool_call>"
+
+
+def plays(prompt: str) -> str:
+    """Calls in the first two turns, with words and reasoning in the second; then an answer."""
+    turn = prompt.count("<|assistant|>")
+    return {1: call_text(1), 2: f"<think>hm</think>I look.\n{call_text(2)}{call_text(3)}"}.get(
+        turn, "<think>so</think>\n\ndone"
+    )

@@ -3,7 +3,6 @@ sampled."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +12,14 @@ import pytest_asyncio
 
 from realhf.rollout.episode import EpisodeLimits
 from realhf.rollout.openai_sessions import Ending, OpenAiSession
-from tests.rollout.black_box import Endpoint, FakeTokens, chat, check_trained, serving
+from tests.rollout.black_box import (
+    Endpoint,
+    FakeTokens,
+    chat,
+    check_trained,
+    plays,
+    serving,
+)
 
 anthropic = pytest.importorskip("anthropic", reason="make test-agents installs it")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -26,18 +32,6 @@ TOOLS: list[Any] = [
         "input_schema": {"type": "object", "properties": {"x": {"type": "integer"}}},
     }
 ]
-
-
-def call_text(x: int) -> str:
-    return f"<tool_call>{json.dumps({'name': 'look', 'arguments': {'x': x}})}</tool_call>"
-
-
-def plays(prompt: str) -> str:
-    """Calls in the first two turns, with words and reasoning in the second; then an answer."""
-    turn = prompt.count("<|assistant|>")
-    return {1: call_text(1), 2: f"<think>hm</think>I look.\n{call_text(2)}{call_text(3)}"}.get(
-        turn, "<think>so</think>\n\ndone"
-    )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -13,8 +13,7 @@ import pytest_asyncio
 
 from realhf.rollout.episode import EpisodeLimits
 from realhf.rollout.openai_sessions import Ending, OpenAiSession
-from tests.rollout.black_box import Endpoint, FakeTokens, check_trained, served, serving
-from tests.rollout.clients.test_anthropic import plays
+from tests.rollout.black_box import Endpoint, FakeTokens, check_trained, plays, served, serving
 
 agents = pytest.importorskip("agents", reason="make test-agents installs openai-agents")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
