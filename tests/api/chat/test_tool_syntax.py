@@ -167,7 +167,7 @@ def test_every_form_is_held_against_a_template() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(turns())
 def test_calls_are_written_as_the_template_does_and_parsed_back(turn: Any) -> None:
     family, calls, written = turn
@@ -205,7 +205,7 @@ def test_a_turn_that_is_cut_has_no_other_calls(turn: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(turns(), st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), TEXTS), max_size=3))
 def test_a_damaged_turn_does_not_raise(turn: Any, edits: list[tuple[float, float, str]]) -> None:
     family, calls, text = turn
