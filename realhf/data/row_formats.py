@@ -127,13 +127,21 @@ def _parse_preference(values: Mapping[str, Any]) -> tuple[Exchange, ...]:
     if chosen == rejected:
         raise ValueError("rejected: equals chosen, so neither is preferred")
     prompt = values.get("prompt")
-    # Some data sets repeat as text a prompt that the messages of both answers begin with.
-    if prompt is None or isinstance(prompt, str) != isinstance(chosen, str):
+    if prompt is None:
         prompt, chosen, rejected = _split_shared_prompt(chosen, rejected)
         if prompt == []:
             raise ValueError(
-                "rejected: begins with another message than chosen; without a prompt both begin "
-                "with it"
+                "rejected: has no prompt in common with chosen; without the column prompt, both "
+                "begin with the messages of the prompt"
+            )
+    elif isinstance(prompt, str) and not isinstance(chosen, str):
+        # Some data sets repeat as text a prompt that the messages of both answers begin with.
+        repeated = prompt.strip()
+        prompt, chosen, rejected = _split_shared_prompt(chosen, rejected)
+        if not any((message.get("content") or "").strip() == repeated for message in prompt):
+            raise ValueError(
+                "prompt: is text that the messages of chosen and rejected do not begin with; "
+                "write it as messages"
             )
     return (
         _build_exchange(prompt, chosen, values, "chosen"),
@@ -142,17 +150,23 @@ def _parse_preference(values: Mapping[str, Any]) -> tuple[Exchange, ...]:
 
 
 def _split_shared_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Return the longest common beginning of both answers, and their remainders, which are not
-    empty. Texts are split before a space rather than after it."""
+    """Return the longest common beginning of both answers that can be a prompt, and their
+    remainders, which are not empty. Texts are split before the word in which they differ, so that
+    no token has letters of both; messages are split so that the beginning does not end with an
+    assistant message."""
     if isinstance(chosen, str):
         size = _count_equal(chosen, rejected)
-        if 0 < size < min(len(chosen), len(rejected)) and chosen[size - 1] == " ":
-            size -= 1
     else:
         chosen = _read_messages(chosen, "chosen")
         rejected = _read_messages(rejected, "rejected")
         size = _count_equal(chosen, rejected)
     size = max(0, min(size, len(chosen) - 1, len(rejected) - 1))
+    if isinstance(chosen, str):
+        if (space := chosen.rfind(" ", 0, size + 1)) > 0:
+            size = space
+    else:
+        while size and chosen[size - 1]["role"] == "assistant":
+            size -= 1
     return chosen[:size], chosen[size:], rejected[size:]
 
 
@@ -190,8 +204,8 @@ def _build_conversation(
     if not any(message["role"] == "assistant" for message in answer):
         raise ValueError(f"{field}: has no assistant message to train on")
     tools = _read_tools(values.get("tools"))
-    # Turns of the prompt are never trained, so they may be empty.
-    messages = [
+    # Turns of the prompt may be empty, as those that are not trained.
+    checked = [
         {**message, "train": False} if message["role"] == "assistant" else message
         for message in prompt
     ] + answer
@@ -202,9 +216,9 @@ def _build_conversation(
             return f"prompt[{number}]"
         return f"{field}[{number - len(prompt)}]"
 
-    for problem in demonstration_problems({"messages": messages, "tools": tools}):
+    for problem in demonstration_problems({"messages": checked, "tools": tools}):
         raise ValueError(re.sub(r"^messages\[(\d+)\]", name_field, problem))
-    return Conversation(messages, len(prompt), tools)
+    return Conversation([*prompt, *answer], len(prompt), tools)
 
 
 def _check_columns(values: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +53,8 @@ class ExchangeTokenizer:
     Args:
         train_on: Tokens that are trained: ``ASSISTANT`` (the assistant's messages with their end
             tokens, without those of a prompt), ``COMPLETION`` (everything after the prompt) or
-            ``ALL``. A message with ``"train": false`` is never trained.
+            ``ALL``. A message with ``"train": false`` is never trained. A token of plain text
+            that spans the end of the prompt belongs to the completion.
     """
 
     def __init__(
@@ -91,14 +93,22 @@ class ExchangeTokenizer:
         return row
 
     def _encode_conversation(self, exchange: Conversation) -> TokenRow:
-        if self._train_on == COMPLETION and not exchange.prompt:
-            raise ValueError(
-                f"messages: dataset.train_on={COMPLETION} needs rows with prompt and completion"
-            )
+        messages = exchange.messages
+        if self._train_on == COMPLETION:
+            if not exchange.prompt:
+                raise ValueError(
+                    f"messages: dataset.train_on={COMPLETION} needs rows with prompt and completion"
+                )
+            first = messages[exchange.prompt]["role"]
+            # The template writes it together with the prompt, whose tokens are not trained.
+            if first != "assistant":
+                raise ValueError(
+                    f"the answer begins with the role {first}, which dataset.train_on={COMPLETION} "
+                    "would train: begin it with an assistant message, or move the others to prompt"
+                )
         ids: list[int] = []
         mask: list[bool] = []
         is_trained = self._train_on == ALL
-        messages = exchange.messages
         for piece, turn in conversation_pieces(messages, exchange.tools, self._chat):
             is_answer = turn is not None and turn >= exchange.prompt
             is_trained = is_answer if self._train_on == ASSISTANT else is_trained or is_answer
@@ -109,7 +119,7 @@ class ExchangeTokenizer:
             last = next(message for message in reversed(messages) if message["role"] == "assistant")
             tail = self._chat.closing(with_calls=bool(last.get("tool_calls")))[1:]
             ids += tail
-            mask += [True] * len(tail)
+            mask += [last.get("train") is not False] * len(tail)
         return TokenRow(ids, mask)
 
     def _encode_text(self, exchange: PlainText) -> TokenRow:
@@ -121,7 +131,12 @@ class ExchangeTokenizer:
             )
         text = exchange.prompt + exchange.completion
         ids = list(self._tokenizer(text if text.endswith(end) else text + end)["input_ids"])
-        n_prompt = len(self._tokenizer(exchange.prompt)["input_ids"])
+        # A token may span the end of the prompt, and some tokenizers end each text with a token.
+        # What follows the tokens that both have in common is the continuation.
+        alone = self._tokenizer(exchange.prompt)["input_ids"]
+        n_prompt = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False))
+        )
         return TokenRow(
             ids, [self._train_on == ALL or place >= n_prompt for place in range(len(ids))]
         )

@@ -52,11 +52,7 @@ def test_supervised_rows(tmp_path: Path):
     assert exchanges[2] == PlainText("Where?", " Here.")
     for number in (0, 1, 3):
         assert exchanges[number].tools == [TOOL]
-    # Turns of a prompt are context.
-    assert [message.get("train") for message in exchanges[3].messages] == [
-        *(None, False, None),
-        *(None, None, None),
-    ]
+    assert exchanges[3].messages == [ASK, SAY, ASK, CALL, ANSWER, SAY]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +87,18 @@ def test_preferences_with_and_without_a_prompt(tmp_path: Path):
         assert (chosen.messages, chosen.prompt) == ([ASK, SAY], 1)
         assert (rejected.messages, rejected.prompt) == ([ASK, other], 1)
     assert pairs[3] == pairs[4] == (PlainText("Where?", " Here."), PlainText("Where?", " There."))
-    assert pairs[5] == (PlainText("It i", "s"), PlainText("It i", "s not"))
+    assert pairs[5] == (PlainText("It", " is"), PlainText("It", " is not"))
+
+
+def test_a_shared_beginning_ends_before_an_assistant_message(tmp_path: Path):
+    other = {"role": "assistant", "content": "There."}
+    row = {"chosen": [ASK, CALL, ANSWER, SAY], "rejected": [ASK, CALL, {**ANSWER}, other]}
+    followed = {"chosen": [ASK, SAY, ASK, SAY], "rejected": [ASK, SAY, {**ASK, "content": "Why?"}]}
+    followed["rejected"].append(other)
+    first, second = read(tmp_path, PREFERENCE, row, followed)
+    assert [exchange.prompt for exchange in first] == [3, 3]
+    assert [exchange.prompt for exchange in second] == [1, 1]
+    assert second[1].messages == followed["rejected"]
 
 
 FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -145,7 +152,15 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
         PREFERENCE,
         {"prompt": "a", "chosen": "b", "rejected": [SAY]},
     ),
-    r"rejected: begins with another message than chosen": (
+    r"chosen: must be text where prompt is text, else messages": (
+        PREFERENCE,
+        {"prompt": [ASK], "chosen": "4", "rejected": "5"},
+    ),
+    r"prompt: is text that the messages of chosen and rejected do not begin with": (
+        PREFERENCE,
+        {"prompt": "How?", "chosen": [ASK, SAY], "rejected": [ASK, CALL, ANSWER, SAY]},
+    ),
+    r"rejected: has no prompt in common with chosen": (
         PREFERENCE,
         {"chosen": [SAY], "rejected": [ASK, SAY]},
     ),

@@ -105,6 +105,64 @@ def test_plain_text_ends_with_the_end_of_sequence(tmp_path: Path, marked: Any, t
     assert encode(tmp_path, marked, ended, train_on) == [(ids, mask)]
 
 
+def test_a_token_that_spans_the_end_of_the_prompt_is_trained(tmp_path: Path):
+    merging = merging_tokenizer()
+    row = {"prompt": "A: ", "completion": "4"}
+    [(ids, mask)] = encode(tmp_path, merging, row, COMPLETION)
+    assert merging.convert_ids_to_tokens(ids) == ["A:", " 4", "</s>"]
+    assert mask == [False, True, True]
+    pair = {"chosen": "A: Paris", "rejected": "A: Prag"}
+    chosen, rejected = encode(tmp_path, merging, pair, ASSISTANT, PREFERENCE)
+    assert merging.convert_ids_to_tokens(chosen.ids) == ["A:", " Paris", "</s>"]
+    assert chosen.mask == [False, True, True]
+    assert rejected.mask == [False, *[True] * (len(rejected.ids) - 1)]
+
+
+def test_the_end_token_that_a_tokenizer_adds_to_the_prompt_hides_no_completion(tmp_path: Path):
+    from tokenizers.processors import TemplateProcessing
+
+    ending = merging_tokenizer()
+    ending.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", ending.eos_token_id)]
+    )
+    [(ids, mask)] = encode(tmp_path, ending, {"prompt": "A:", "completion": " 4"}, COMPLETION)
+    assert ending.convert_ids_to_tokens(ids)[:3] == ["A:", " 4", "</s>"]
+    assert mask[:3] == [False, True, True]
+
+
+def merging_tokenizer() -> Any:
+    """Return a tokenizer that merges a space and the characters after it into one token."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    merges = [("A", ":"), (" ", "4"), (" ", "P"), ("i", "s"), (" P", "a"), (" Pa", "r")]
+    merges += [(" Par", "is")]
+    joined = [one + other for one, other in merges]
+    pieces = ["</s>", *sorted(set("A: 4Parisg")), *joined]
+    ids = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(ids, merges)), eos_token="</s>"
+    )
+
+
+def test_all_trains_the_turns_of_a_prompt_too(tmp_path: Path, marked: Any):
+    row = {"prompt": TALK[:6], "completion": TALK[6:], "tools": TOOLS}
+    [(ids, mask)] = encode(tmp_path, marked, row, ALL)
+    assert ids == rendered(marked, TALK)["input_ids"] and all(mask)
+
+
+def test_what_follows_a_message_that_is_left_out_is_not_trained(tmp_path: Path, marked: Any):
+    row = {"prompt": [ASK], "completion": [SAY, ASK, {**SAY, "train": False}]}
+    for train_on in (COMPLETION, ALL):
+        [(ids, mask)] = encode(tmp_path, marked, row, train_on)
+        size = len("Over there.") + 2  # With the end of the turn and the line break after it.
+        assert marked.decode(ids[-size:]) == "Over there.<|im_end|>\n"
+        assert mask[-size:] == [False] * size and mask[-size - 1]
+    begins = {"prompt": [ASK], "completion": [ASK, SAY]}
+    with pytest.raises(ValueError, match=r"the answer begins with the role user, which dataset"):
+        encode(tmp_path, marked, begins, COMPLETION)
+
+
 def test_a_turn_that_is_left_out_is_not_trained(tmp_path: Path, marked: Any):
     row = {"messages": [ASK, {**SAY, "weight": 0}, ASK, SAY]}
     [(ids, mask)] = encode(tmp_path, marked, row, ASSISTANT)
