@@ -193,6 +193,16 @@ class CountRequest(BaseModel):
             )
         return name_tool_results(messages)
 
+    def find_reply(self) -> str:
+        """Return the id of the answer that is the last message of the assistant; "" if the message
+        contains no thinking, whose signature is that id."""
+        contents = [
+            message.get("content")
+            for message in self.messages
+            if message.get("role") == "assistant"
+        ]
+        return find_signature(contents[-1]) if contents else ""
+
     def read_tools(self) -> tuple[CustomTool, ...]:
         """Return the offered tools. Raises ApiError for tools with a type of their own."""
         tools = []
@@ -255,7 +265,13 @@ def add_routes(app: FastAPI, sessions: OpenAiSessions) -> None:
         tools = body.read_tools()
         rules = body.read_rules(tools)
         turn = await answer_request(
-            session, request, messages, _schemas(tools), rules, id_prefix=_PREFIX
+            session,
+            request,
+            messages,
+            _schemas(tools),
+            rules,
+            id_prefix=_PREFIX,
+            after=body.find_reply(),
         )
         if turn is None:
             return Response(status_code=499)
@@ -269,7 +285,9 @@ def add_routes(app: FastAPI, sessions: OpenAiSessions) -> None:
     async def count(key: str, body: CountRequest) -> dict[str, Any]:
         ledger = sessions.find(key).ledger
         messages = body.read_conversation()
-        return {"input_tokens": ledger.count_tokens(messages, _schemas(body.read_tools()))}
+        tools = _schemas(body.read_tools())
+        after = body.find_reply()
+        return {"input_tokens": ledger.count_tokens(messages, tools, after=after)}
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
@@ -334,6 +352,17 @@ def read_turn(blocks: Sequence[Any], param: str) -> OpenAiMessage:
         elif kind != "thinking":
             raise _refuse_block(kind, place, "text, thinking and tool_use")
     return OpenAiMessage("assistant", _JOINER.join(filter(None, texts)), tuple(calls))
+
+
+def find_signature(blocks: Any) -> str:
+    """Return the signature of the last thinking block, which is the id of the turn; "" if there is
+    none."""
+    signatures = [
+        block.get("signature")
+        for block in (blocks if isinstance(blocks, list) else ())
+        if isinstance(block, Mapping) and block.get("type") == "thinking"
+    ]
+    return signatures[-1] if signatures and isinstance(signatures[-1], str) else ""
 
 
 def _read_blocks(role: str, blocks: Sequence[Any], param: str) -> Iterator[OpenAiMessage]:

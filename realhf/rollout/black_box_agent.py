@@ -31,7 +31,7 @@ from realhf.api.rollout import AGENT_FAILED, POLICY_FAILED, RolloutOutcome
 from realhf.api.tool_parser import CallProblem, read_json
 from realhf.base.plugin import describe_user_error, load_plugin
 from realhf.env.loader.mixture import own_payload
-from realhf.rollout.anthropic_messages import read_turn
+from realhf.rollout.anthropic_messages import find_signature, read_turn
 from realhf.rollout.api_errors import ApiError
 from realhf.rollout.episode import EpisodeLimits, EpisodeProgress, EpisodeRequest
 from realhf.rollout.openai_requests import ChatMessage, OpenAiCall, OpenAiMessage
@@ -126,16 +126,17 @@ class AgentSession:
         """Send a message to the environment and return its answer.
 
         ``message`` is a string, a message of the chat API, a response of the Responses API or a
-        message of Anthropic's API, as a map or as an object of the client's package, possibly with
-        tool calls. The answer's messages are those of the chat API. A message that the endpoint returned in this
-        episode reaches the environment as the policy sampled it, including its reasoning and calls
-        that could not be parsed. Concurrent steps are run one after the other. After the end of the
-        episode every step returns an answer with ``done``.
+        message of Anthropic's API (also only its role and content), as a map or as an object of the
+        client's package, possibly with tool calls. The answer's messages are those of the chat API.
+        A message that the endpoint returned in this episode reaches the environment as the policy
+        sampled it, including its reasoning and calls that could not be parsed. Concurrent steps are
+        run one after the other. After the end of the episode every step returns an answer with
+        ``done``.
 
         Raises EnvironmentFailure, at this and every later step, and TypeError for an object that is
         not a message.
         """
-        policy_turn = self._find_policy_turn(_parse_message(message))
+        policy_turn = self._find_policy_turn(*_parse_message(message))
         async with self._step_lock:
             if self._failure is not None:
                 raise self._failure
@@ -157,10 +158,11 @@ class AgentSession:
         finally:
             self._running_step = None
 
-    def _find_policy_turn(self, message: OpenAiMessage) -> AssistantMessage:
-        """Return the policy's turn that the endpoint returned as ``message``, with the call ids
-        that the agent knows. For a message that the agent wrote itself, return that message."""
-        sampled = self._endpoint.ledger.find_turn(message)
+    def _find_policy_turn(self, message: OpenAiMessage, reply: str) -> AssistantMessage:
+        """Return the policy's turn that the endpoint returned as ``message`` in the completion with
+        the id ``reply`` ("" if unknown), with the call ids that the agent knows. For a message that
+        the agent wrote itself, return that message."""
+        sampled = self._endpoint.ledger.find_turn(message, reply)
         if sampled is None:
             return AssistantMessage(
                 message.content, tuple(map(_parse_call, message.calls)), text=message.content
@@ -173,22 +175,35 @@ class AgentSession:
         return replace(sampled, tool_calls=tuple(calls))
 
 
-def _parse_message(argument: object) -> OpenAiMessage:
-    """Convert an agent's message to the form in which the endpoint compares messages. Raises
-    TypeError."""
-    if isinstance(argument, str):
-        return OpenAiMessage("assistant", argument)
+_BLOCKS_OF_MESSAGES = ("thinking", "tool_use")
+"""Types of content blocks that only Anthropic's API has."""
+
+
+def _dump(argument: Any) -> Any:
+    """Return an object of a client's package as a map, anything else unchanged."""
     dump = getattr(argument, "model_dump", None)
-    body = dump() if callable(dump) else argument
+    return dump() if callable(dump) else argument
+
+
+def _parse_message(argument: object) -> tuple[OpenAiMessage, str]:
+    """Convert an agent's message to the form in which the endpoint compares messages; return it
+    with the id of its completion, "" if it contains none. Raises TypeError."""
+    if isinstance(argument, str):
+        return OpenAiMessage("assistant", argument), ""
+    body = _dump(argument)
     if not isinstance(body, Mapping):
         raise TypeError(
             f"step takes a text or a message of the chat API, not {type(argument).__name__}"
         )
+    blocks = body.get("content")
+    if isinstance(blocks, list):
+        blocks = [_dump(block) for block in blocks]
+        body = {**body, "content": blocks}
     try:
         if body.get("object") == "response":
-            return read_output(body.get("output") or ())
-        if body.get("type") == "message" and isinstance(body.get("content"), list):
-            return read_turn(body["content"], "content")
+            return read_output(body.get("output") or ()), str(body.get("id"))
+        if body.get("type") == "message" and isinstance(blocks, list):
+            return read_turn(blocks, "content"), str(body.get("id"))
     except ApiError as error:
         raise TypeError(f"step takes what the model answered: {error}") from None
     if body.get("role", "assistant") != "assistant":
@@ -196,6 +211,13 @@ def _parse_message(argument: object) -> OpenAiMessage:
             f"step takes a message of the model (role assistant), not of the role "
             f"{str(body['role'])[:32]!r}"
         )
+    if isinstance(blocks, list) and any(
+        isinstance(block, Mapping) and block.get("type") in _BLOCKS_OF_MESSAGES for block in blocks
+    ):
+        try:
+            return read_turn(blocks, "content"), find_signature(blocks)
+        except ApiError as error:
+            raise TypeError(f"step takes what the model answered: {error}") from None
     calls = body.get("tool_calls") or None
     # a message assembled from a stream may lack the id and type of a call
     if isinstance(calls, (list, tuple)):
@@ -210,7 +232,7 @@ def _parse_message(argument: object) -> OpenAiMessage:
         raise TypeError(
             f"step takes a message of the chat API: {'.'.join(map(str, where))}: {wrong}"
         ) from None
-    return OpenAiMessage("assistant", message.text(), message.calls())
+    return OpenAiMessage("assistant", message.text(), message.calls()), ""
 
 
 def _drop_none(call: Mapping[str, Any]) -> dict[str, Any]:

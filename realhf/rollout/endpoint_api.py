@@ -53,13 +53,15 @@ async def answer_request(
     rules: AnswerRules,
     *,
     id_prefix: str,
+    after: str = "",
 ) -> OpenTurn | None:
     """Sample the turn that answers a request, and add it to its trajectory.
 
     Returns None, and keeps no turn, if the client has disconnected. Raises ApiError. ``id_prefix``
-    is the start of the answer's id.
+    is the start of the answer's id, ``after`` the id of the completion that the request continues,
+    if the request contains it.
     """
-    turn = await _wait_while_connected(session.sample(messages, tools, rules), request)
+    turn = await _wait_while_connected(session.sample(messages, tools, rules, after=after), request)
     if turn is None:
         return None
     if await request.is_disconnected():

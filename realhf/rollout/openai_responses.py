@@ -7,6 +7,7 @@ whether its client sends all items back or names the last response (``previous_r
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -43,6 +44,8 @@ from realhf.rollout.openai_sessions import OpenAiSession, OpenAiSessions, OpenTu
 
 _PREFIX = "resp_"
 """Start of the ids of responses."""
+_ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{24})(?:_\d+)?")
+"""Form of the ids of output items, which contain the id of their response without its prefix."""
 _CUT_REASON = "max_output_tokens"
 """Reason of an incomplete response; the OpenAI Agents SDK raises an error that contains it."""
 _LOGPROBS = "message.output_text.logprobs"
@@ -140,9 +143,10 @@ class ResponsesRequest(BaseModel):
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
 
-    def read_conversation(self, session: OpenAiSession) -> list[OpenAiMessage]:
-        """Return the conversation that the request continues or starts: the instructions, the
-        stored conversation up to the previous response, the input.
+    def read_conversation(self, session: OpenAiSession) -> tuple[list[OpenAiMessage], str]:
+        """Return the conversation that the request continues or starts (the instructions, the
+        stored conversation up to the previous response, the input), and the id of the response that
+        is its last assistant message, "" if the request does not contain it.
 
         Instructions of earlier requests are not part of a stored conversation. Raises ApiError for
         fields and items that are not served and for ids that the session does not know.
@@ -154,7 +158,10 @@ class ResponsesRequest(BaseModel):
             if stored is None:
                 raise _not_found("previous_response_id", "response", self.previous_response_id)
             earlier = stored
-        messages = [*earlier, *_read_items(self.input, session)]
+        added, after = _read_items(self.input, session)
+        if not any(message.role == "assistant" for message in added):
+            after = self.previous_response_id or ""
+        messages = [*earlier, *added]
         if not messages:
             raise invalid("input", "a text or a list of items is required")
         if len(messages) > MAX_MESSAGES:
@@ -163,7 +170,7 @@ class ResponsesRequest(BaseModel):
             system = OpenAiMessage("system", self.instructions)
             check_message(system, "instructions")
             messages = [system, *messages]
-        return name_tool_results(messages)
+        return name_tool_results(messages), after
 
     def without_instructions(self, messages: Sequence[OpenAiMessage]) -> list[OpenAiMessage]:
         """Return what later requests continue by the id of the response: ``messages`` without the
@@ -246,15 +253,19 @@ def _not_found(param: str, what: str, key: Any) -> ApiError:
     return ApiError(404, f"{what}_not_found", text, param)
 
 
-def _read_items(value: Any, session: OpenAiSession) -> list[OpenAiMessage]:
-    """Return the messages of the request's input. Raises ApiError, which names the item."""
+def _read_items(value: Any, session: OpenAiSession) -> tuple[list[OpenAiMessage], str]:
+    """Return the messages of the request's input, and the id of the response that is the last
+    assistant message, "" if its items contain none. Raises ApiError, which names the item."""
     if value is None or isinstance(value, str):
-        return [] if value is None else [OpenAiMessage("user", value)]
+        return [] if value is None else [OpenAiMessage("user", value)], ""
     if not isinstance(value, list):
         raise invalid("input", "must be text or a list of items")
     messages: list[OpenAiMessage] = []
     # index of the turn to which the next call may belong
     turn: int | None = None
+    # response of that turn, and of the reasoning before the current item; "" if unknown
+    reply = ""
+    reasoning = ""
     for number, item in enumerate(_resolve_references(value, session)):
         param = f"input.{number}"
         if not isinstance(item, Mapping):
@@ -263,26 +274,39 @@ def _read_items(value: Any, session: OpenAiSession) -> list[OpenAiMessage]:
         if kind == "reasoning":
             # The reasoning of a turn precedes its other items; the ids of the turn contain it.
             turn = None
+            reasoning = _find_reply(item)
             continue
         message = _read_item(kind, item, param)
         check_message(message, param)
         # Clients may put the result of each call directly after it.
-        if (
-            message.calls
-            and turn is not None
-            and (
-                turn == len(messages) - 1
-                or session.ledger.share_turn(messages[turn].calls, message.calls)
-            )
-        ):
-            messages[turn] = replace(messages[turn], calls=messages[turn].calls + message.calls)
-            continue
+        own = _find_reply(item)
+        if message.calls and turn is not None:
+            earlier = messages[turn]
+            if own and reply:
+                is_same = own == reply
+            elif turn == len(messages) - 1:
+                is_same = not session.ledger.are_two_turns(earlier, message.calls)
+            else:
+                is_same = session.ledger.share_turn(earlier.calls, message.calls)
+            if is_same:
+                messages[turn] = replace(earlier, calls=earlier.calls + message.calls)
+                reply = reply or own
+                continue
         messages.append(message)
         if message.role == "assistant":
             turn = len(messages) - 1
+            reply = own or reasoning
         elif message.role != "tool":
             turn = None
-    return messages
+        reasoning = ""
+    return messages, reply
+
+
+def _find_reply(item: Mapping[str, Any]) -> str:
+    """Return the id of the response that has an item as output; "" if its id is of another
+    form."""
+    match = _ITEM_ID.fullmatch(str(item.get("id")))
+    return "" if match is None else _PREFIX + match[1]
 
 
 def _read_item(kind: Any, item: Mapping[str, Any], param: str) -> OpenAiMessage:
@@ -336,11 +360,13 @@ def add_routes(app: FastAPI, sessions: OpenAiSessions) -> None:
     @app.post("/sessions/{key}/v1/responses")
     async def respond(key: str, body: ResponsesRequest, request: Request) -> Response:
         session = sessions.find(key)
-        messages = body.read_conversation(session)
+        messages, after = body.read_conversation(session)
         tools = body.read_tools()
         rules = body.read_rules(tools)
         schemas: ToolSchemas = tuple(tool.schema_for_template() for tool in tools)
-        turn = await answer_request(session, request, messages, schemas, rules, id_prefix=_PREFIX)
+        turn = await answer_request(
+            session, request, messages, schemas, rules, id_prefix=_PREFIX, after=after
+        )
         if turn is None:
             return Response(status_code=499)
         answer = build_response(turn, body, sessions.chat)

@@ -4,7 +4,9 @@ An agent sends whole conversations as messages. Messages that extend a conversat
 (with the same tools, and the policy's turns equal to those returned) continue it with its ids;
 nothing is tokenised twice. Messages that deviate from a conversation after some policy turn
 *branch* off there: they begin another trajectory, whose prompt consists of the ids up to that
-point. All other messages start a new conversation. This module does no I/O.
+point. All other messages start a new conversation. Turns that differ only in what the agent does
+not see are told apart by the id of the completion, if the request contains it. This module does no
+I/O.
 
 The id of a session is a capability: it cannot be guessed, and a client that knows it may use the
 session.
@@ -16,7 +18,7 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -243,8 +245,14 @@ class TokenLedger:
         messages: Sequence[OpenAiMessage],
         tools: ToolSchemas = (),
         rules: AnswerRules = NO_RULES,
+        *,
+        after: str = "",
     ) -> OpenTurn:
         """Start the turn that follows ``messages``.
+
+        after: id of the completion that is the last assistant message; "" if the request has none.
+        It decides between policy turns that look the same to the agent, for example because they
+        differ in reasoning only.
 
         Raises ApiError if a limit is exceeded, or if the model's chat template cannot render the
         messages.
@@ -257,7 +265,7 @@ class TokenLedger:
                 "max_turns", "turn_limit", f"this session has had its {limits.max_turns} turns"
             )
         try:
-            turn = self._open_turn(messages, tools)
+            turn = self._open_turn(messages, tools, after)
             turn.rules = rules
         except ChatTemplateError as error:
             raise ApiError(400, "unsupported", str(error)) from error
@@ -363,10 +371,12 @@ class TokenLedger:
         turn.branch.busy = False
         self._n_running -= 1
 
-    def count_tokens(self, messages: Sequence[OpenAiMessage], tools: ToolSchemas = ()) -> int:
-        """Return how many tokens the prompt of a turn after ``messages`` would have. Raises
-        ApiError if the chat template cannot render them."""
-        branch, mark = self._find_continuation(messages, json.dumps(tools))
+    def count_tokens(
+        self, messages: Sequence[OpenAiMessage], tools: ToolSchemas = (), *, after: str = ""
+    ) -> int:
+        """Return how many tokens the prompt of a turn after ``messages`` would have. ``after`` is
+        as in ``begin``. Raises ApiError if the chat template cannot render them."""
+        branch, mark = self._find_continuation(messages, json.dumps(tools), after)
         try:
             if branch is None or mark is None:
                 return len(self._chat.opening(_to_dicts(messages), tools))
@@ -375,34 +385,54 @@ class TokenLedger:
             raise ApiError(400, "unsupported", str(error)) from error
         return len(branch.tokens.prompt_ids) + mark.tokens + len(between)
 
-    def find_turn(self, message: OpenAiMessage) -> AssistantMessage | None:
-        """Return the policy's latest turn that was returned to the agent as ``message``; None if
-        there is none."""
-        for branch in reversed(self.branches):
-            for mark in reversed(branch.marks):
-                if branch.messages[mark.messages - 1].is_sent_as(message):
-                    return mark.turn
-        return None
+    def find_turn(self, message: OpenAiMessage, reply: str = "") -> AssistantMessage | None:
+        """Return the policy's turn that was returned to the agent as ``message``; None if there is
+        none. Of several, the one with the id ``reply`` is returned, otherwise the latest."""
+        marks = [
+            mark
+            for branch in reversed(self.branches)
+            for mark in reversed(branch.marks)
+            if branch.messages[mark.messages - 1].is_sent_as(message)
+        ]
+        named = (mark for mark in marks if mark.reply == reply)
+        mark = next(named, marks[0] if marks else None)
+        return None if mark is None else mark.turn
 
     def share_turn(self, calls: Sequence[OpenAiCall], others: Sequence[OpenAiCall]) -> bool:
         """Return whether one policy turn made both ``calls`` and ``others``."""
         ids = {call.id for call in (*calls, *others)}
-        return any(
-            ids <= {call.id for call in branch.messages[mark.messages - 1].calls}
-            for branch in self.branches
-            for mark in branch.marks
+        return any(ids <= {call.id for call in answer.calls} for answer in self._answers())
+
+    def are_two_turns(self, message: OpenAiMessage, calls: Sequence[OpenAiCall]) -> bool:
+        """Return whether ``message`` is a whole policy turn and another one made ``calls``."""
+        ids = {call.id for call in calls}
+        owners = [answer for answer in self._answers() if ids <= {call.id for call in answer.calls}]
+        earlier = {call.id for call in message.calls}
+        has_both = any(
+            owner.content == message.content and earlier <= {call.id for call in owner.calls}
+            for owner in owners
         )
+        is_whole = any(answer.is_sent_as(message) for answer in self._answers())
+        return bool(owners) and not has_both and is_whole
+
+    def _answers(self) -> Iterator[OpenAiMessage]:
+        """Yield the policy's turns in the form that the agent got."""
+        for branch in self.branches:
+            for mark in branch.marks:
+                yield branch.messages[mark.messages - 1]
 
     def sort_branches(self) -> list[Branch]:
         """Return the trajectories, the main one first: ordered by the number of sampled tokens, the
         most first, and among equals the latest first."""
         return sorted(reversed(self.branches), key=lambda branch: -branch.n_sampled)
 
-    def _open_turn(self, messages: Sequence[OpenAiMessage], tools: ToolSchemas) -> OpenTurn:
+    def _open_turn(
+        self, messages: Sequence[OpenAiMessage], tools: ToolSchemas, after: str
+    ) -> OpenTurn:
         """Return a turn that follows ``messages``: in a conversation that they continue, in a
         branch of one, or in a new conversation."""
         key = json.dumps(tools)
-        branch, mark = self._find_continuation(messages, key)
+        branch, mark = self._find_continuation(messages, key, after)
         if branch is None or mark is None:
             prompt = self._chat.opening(_to_dicts(messages), tools)
             return OpenTurn(self._new_branch(prompt, key), list(messages), [], tools)
@@ -427,16 +457,18 @@ class TokenLedger:
         )
 
     def _find_continuation(
-        self, messages: Sequence[OpenAiMessage], tools: str
+        self, messages: Sequence[OpenAiMessage], tools: str, after: str
     ) -> tuple[Branch | None, TurnMark | None]:
         """Return the conversation that ``messages`` continue and the policy turn after which they
         do, or (None, None).
 
         ``messages`` must equal the conversation up to that turn and add no further assistant
-        message. A turn that is the last one of an idle conversation is preferred, because it can be
-        continued without a branch.
+        message. Of several such turns, that with the id ``after`` counts; without one, a turn that
+        is the last one of an idle conversation is preferred, because it can be continued without a
+        branch.
         """
         best: tuple[Branch | None, TurnMark | None] = (None, None)
+        best_is_free = False
         n_shared = max(
             (n for n, message in enumerate(messages, 1) if message.role == "assistant"), default=0
         )
@@ -447,10 +479,12 @@ class TokenLedger:
             pairs = zip(branch.messages[:n_shared], messages[:n_shared], strict=True)
             if not all(known.is_sent_as(message) for known, message in pairs):
                 continue
-            if mark is branch.marks[-1] and not branch.busy:
+            if mark.reply == after:
                 return branch, mark
-            if best[0] is None:
+            is_free = mark is branch.marks[-1] and not branch.busy
+            if best[0] is None or (is_free and not best_is_free):
                 best = (branch, mark)
+                best_is_free = is_free
         return best
 
     def _new_branch(self, prompt: list[int], tools: str) -> Branch:
@@ -538,9 +572,11 @@ class OpenAiSession:
         messages: Sequence[OpenAiMessage],
         tools: ToolSchemas = (),
         rules: AnswerRules = NO_RULES,
+        *,
+        after: str = "",
     ) -> OpenTurn:
-        """Sample the policy's next turn, which the caller must ``keep`` or ``discard``. Raises
-        ApiError.
+        """Sample the policy's next turn, which the caller must ``keep`` or ``discard``. ``after``
+        is as in ``TokenLedger.begin``. Raises ApiError.
 
         An answer that breaks ``rules`` is returned like any other; ``OpenTurn.broken`` names them.
         """
@@ -550,7 +586,7 @@ class OpenAiSession:
             raise ApiError(
                 429, "too_many_requests", f"this session has {MAX_AT_ONCE} requests under way"
             )
-        turn = self.ledger.begin(messages, tools, rules)
+        turn = self.ledger.begin(messages, tools, rules, after=after)
         earlier_error = self.engine_error
         work = asyncio.ensure_future(self._sample(turn))
         self._running.add(work)

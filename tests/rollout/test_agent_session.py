@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ConfigDict
 
 from realhf.api.environment import AssistantMessage, Environment, Opening, Task, Turn
 from realhf.api.rollout import RolloutOutcome
@@ -302,9 +303,17 @@ def test_an_agent_is_found_in_a_file_and_its_faults_are_told_with_the_line(tmp_p
             load_agent(name)
 
 
-@pytest.mark.parametrize("api", ["responses", "messages"])
+class Block(BaseModel):
+    """Block of content as an object of a client's package."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+@pytest.mark.parametrize(
+    ("api", "form"), [("responses", "whole"), ("messages", "whole"), ("messages", "blocks")]
+)
 async def test_an_answer_of_another_api_reaches_the_environment_as_the_policy_said_it(
-    api: str,
+    api: str, form: str
 ) -> None:
     env = Listener(done_after=1)
     said = f"<think>so</think>I turn.{turned(4)}{BROKEN}"
@@ -323,7 +332,11 @@ async def test_an_answer_of_another_api_reaches_the_environment_as_the_policy_sa
             body |= {"model": "m", "max_tokens": 100}
         async with httpx.AsyncClient(trust_env=False, verify=False) as http:
             reply = (await http.post(f"{base_url}/{api}", json=body)).json()
-        assert (await session.step(reply)).done
+        sent = reply
+        if form == "blocks":
+            # the ``anthropic`` package returns an object for each block
+            sent = {"role": "assistant", "content": [Block(**each) for each in reply["content"]]}
+        assert (await session.step(sent)).done
         reply["output" if api == "responses" else "content"] = [{"type": "image"}]
         with pytest.raises(TypeError, match="image"):
             await session.step(reply)

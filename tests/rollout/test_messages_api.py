@@ -187,6 +187,18 @@ async def test_a_known_turn_answered_differently_is_a_branch(server: Any) -> Non
         assert len(session.ledger.branches) == 3
 
 
+async def test_of_equal_answers_the_one_whose_thinking_is_sent_goes_on(server: Any) -> None:
+    said = iter(["<think>one</think>done", "<think>two two</think>done", "end"])
+    async with agent(server, FakeTokens(lambda _: next(said))) as (session, post):
+        first, _ = [(await post([USER])).json() for _ in range(2)]
+        address = f"{server[0].base_url(session)}/messages/count_tokens"
+        body = {"messages": [USER, *whole(first)], "model": "m", "tools": CUSTOM}
+        counted = (await server[1].post(address, json=body)).json()
+        last = (await post([USER, *whole(first)])).json()
+        assert counted == {"input_tokens": last["usage"]["input_tokens"]}
+        assert [len(branch.marks) for branch in session.ledger.branches] == [2, 1]
+
+
 async def test_a_result_that_says_error_is_left_as_it_is(server: Any) -> None:
     async with agent(server) as (session, post):
         first = (await post([USER])).json()

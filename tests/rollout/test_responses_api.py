@@ -226,6 +226,51 @@ async def test_two_answers_in_a_row_are_two_turns(server: Any) -> None:
         assert [len(branch.marks) for branch in session.ledger.branches] == [1, 2]
 
 
+@pytest.mark.parametrize("resent", [whole, references, None])
+async def test_of_equal_answers_the_one_that_is_named_goes_on(
+    server: Any, resent: Resend | None
+) -> None:
+    """They differ in reasoning, which a request does not repeat."""
+    said = iter(["<think>one</think>done", "<think>two</think>done", "end"])
+    async with agent(server, FakeTokens(lambda _: next(said))) as (session, ask):
+        first, other = [await ask(input=[USER]) for _ in range(2)]
+        assert first.output_text == other.output_text == "done"
+        if resent is None:
+            last = await ask(input=[USER], previous_response_id=first.id)
+        else:
+            last = await ask(input=[USER, *resent(first), USER])
+        assert [len(branch.marks) for branch in session.ledger.branches] == [2, 1]
+        (outcome,) = session.outcomes(Ending("finished", {last.id: 1.0}))
+        assert [turn.policy_turn.reasoning for turn in outcome.turns if turn.policy_turn] == [
+            "one",
+            "",
+        ]
+        shown = session.ledger.branches[0].messages[1]
+        turns = [session.ledger.find_turn(shown, each.id) for each in (first, other)]
+        assert [turn.reasoning for turn in turns if turn is not None] == ["one", "two"]
+
+
+async def test_items_without_an_id_continue_the_latest_equal_answer(server: Any) -> None:
+    said = iter(["<think>one</think>done", "<think>two</think>done", "end"])
+    async with agent(server, FakeTokens(lambda _: next(said))) as (session, ask):
+        for _ in range(2):
+            first = await ask(input=[USER])
+        await ask(input=[USER, *rewritten(first), USER])
+        assert [len(branch.marks) for branch in session.ledger.branches] == [1, 2]
+
+
+@pytest.mark.parametrize("resent", [whole, rewritten, references])
+async def test_a_text_and_a_call_of_the_next_turn_are_two_turns(
+    server: Any, resent: Resend
+) -> None:
+    said = iter(["I look.", call_text(1), "done"])
+    async with agent(server, FakeTokens(lambda _: next(said))) as (session, ask):
+        first = await ask(input=[USER])
+        second = await ask(input=[USER, *resent(first)])
+        await ask(input=[USER, *resent(first), *resent(second)])
+        assert [len(branch.marks) for branch in session.ledger.branches] == [1, 2]
+
+
 async def test_ids_that_the_session_did_not_store_are_not_found(server: Any) -> None:
     async with agent(server) as (session, ask):
         loose = await ask(input="task", store=False)
