@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from realhf.api.tool_parser import CallProblem, read_json
 from realhf.rollout.api_errors import invalid
-from realhf.rollout.json_schema import JsonSchema
+from realhf.rollout.json_schema import CheckBudget, JsonSchema
 
 ToolChoice = Literal["auto", "none", "required"]
 """Whether an answer may contain calls (``auto``), contains none because calls stay text (``none``),
@@ -38,8 +38,9 @@ class JsonAnswer:
     schema: JsonSchema | None = None
     """The schema; None for any JSON object."""
 
-    def accepts(self, content: str) -> bool:
-        """Return whether the content of an answer follows the rule."""
+    def accepts(self, content: str, budget: CheckBudget | None = None) -> bool:
+        """Return whether the content of an answer follows the rule. ``budget`` is as in
+        ``JsonSchema.accepts``."""
         try:
             words = content.strip()
             value, end = read_json(words, 0)
@@ -47,7 +48,9 @@ class JsonAnswer:
             return False
         if end != len(words):
             return False
-        return isinstance(value, dict) if self.schema is None else self.schema.accepts(value)
+        return (
+            isinstance(value, dict) if self.schema is None else self.schema.accepts(value, budget)
+        )
 
 
 @dataclass(frozen=True)
@@ -93,17 +96,18 @@ class AnswerRules:
         call that the client gets.
         """
         names = [name for name, _ in calls]
+        budget = CheckBudget()
         broken = {
             "tool_choice": (self.tool_choice == "required" and not calls)
             or any(name not in self.tool_names for name in names if self.tool_names),
             "parallel_tool_calls": not self.parallel_calls and len(calls) > 1,
             "strict": any(
-                name in self.strict_tools and not self.strict_tools[name].accepts(arguments)
+                name in self.strict_tools and not self.strict_tools[name].accepts(arguments, budget)
                 for name, arguments in calls
             ),
             "response_format": self.json is not None
             and not calls
-            and not self.json.accepts(content),
+            and not self.json.accepts(content, budget),
         }
         return tuple(name for name, is_broken in broken.items() if is_broken)
 

@@ -32,7 +32,7 @@ from realhf.rollout.endpoint_api import (
     format_event,
     json_response,
 )
-from realhf.rollout.json_schema import read_schema
+from realhf.rollout.json_schema import read_schema, read_strict_schemas
 from realhf.rollout.openai_requests import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -236,11 +236,11 @@ class MessagesRequest(CountRequest):
             parallel_calls=not choice.disable_parallel_tool_use,
             json=self.output_config.read() if self.output_config is not None else None,
             separate_reasoning=True,
-            strict_tools={
-                tool.name: read_schema(tool.input_schema, f"tools.{number}.input_schema")
+            strict_tools=read_strict_schemas(
+                (tool.name, tool.input_schema, f"tools.{number}.input_schema")
                 for number, tool in enumerate(tools)
                 if tool.strict
-            },
+            ),
         )
         check_tool_names(rules, _schemas(tools))
         return rules

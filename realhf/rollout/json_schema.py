@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
@@ -18,15 +18,22 @@ from realhf.base.installation import install_command
 from realhf.rollout.api_errors import ApiError, unsupported
 
 MAX_SCHEMA_CHARS = 1 << 16
-"""Maximum number of characters of a schema as JSON text."""
+"""Maximum number of characters of a schema as JSON text, and of all schemas of a request's strict
+tools together."""
+MAX_SCHEMA_PARTS = 2000
+"""Maximum number of objects, arrays and booleans of a schema, and of all schemas of a request's
+strict tools together. Checking a schema takes up to half a millisecond for each."""
+_MAX_TYPES = 7
+"""Number of types of JSON, which is the maximum length of a list of types."""
 MAX_PATTERN_CHARS = 512
 """Maximum number of characters of a regular expression."""
 _CACHED = 256
 """Number of schemas that are kept ready."""
 _MAX_WORK = 20_000
-"""Maximum work of one check: about the number of keywords, entries and items that are compared."""
+"""Maximum work of the checks of one answer: about the number of keywords, entries and items that
+are compared."""
 _PATTERN_S = 0.1
-"""Maximum time of all regular expressions of one check, in seconds."""
+"""Maximum time of all regular expressions of the checks of one answer, in seconds."""
 _CHARS_PER_WORK = 64
 """Number of characters of a string that count as one entry."""
 _UNIQUE_PAIRS_PER_WORK = 8
@@ -67,16 +74,10 @@ class _TooMuchWork(Exception):
     """Raised by a check that exceeds its limits."""
 
 
-class _Budget:
-    """What is left of the limits of the running check."""
+class CheckBudget:
+    """What is left of the limits of the checks of one answer."""
 
-    def __init__(self, patterns: Mapping[str, Any]) -> None:
-        self._patterns = patterns
-        self._work = _MAX_WORK
-        self._seconds = _PATTERN_S
-
-    def reset(self) -> None:
-        """Begin a new check."""
+    def __init__(self) -> None:
         self._work = _MAX_WORK
         self._seconds = _PATTERN_S
 
@@ -86,18 +87,18 @@ class _Budget:
         if self._work < 0:
             raise _TooMuchWork
 
-    def matches(self, pattern: str, text: str) -> bool:
-        """Return whether a text contains a match of a pattern of the schema. Raises
-        _TooMuchWork."""
+    def matches(self, pattern: Any, text: str) -> bool:
+        """Return whether a text contains a match of a compiled pattern. Raises _TooMuchWork."""
+        # ``regex`` takes a limit of 0 for none.
+        if self._seconds <= 0:
+            raise _TooMuchWork
         started_at = time.perf_counter()
         try:
-            return self._patterns[pattern].search(text, timeout=self._seconds) is not None
+            return pattern.search(text, timeout=self._seconds) is not None
         except TimeoutError:
             raise _TooMuchWork from None
         finally:
-            # ``regex`` takes a limit of 0 for none.
-            spent = time.perf_counter() - started_at
-            self._seconds = max(self._seconds - spent, 1e-4)
+            self._seconds -= time.perf_counter() - started_at
 
 
 class JsonSchema:
@@ -115,6 +116,8 @@ class JsonSchema:
             raise SchemaProblem("a schema is a JSON object")
         for key in _IDENTITY:
             schema.pop(key, None)
+        self.parts = _count_parts(schema)
+        """Number of objects, arrays and booleans of the schema."""
         try:
             # Not even the format "regex" is checked, as patterns are compiled below.
             Draft202012Validator.check_schema(schema, format_checker=FormatChecker(()))
@@ -122,12 +125,15 @@ class JsonSchema:
             place = "".join(f".{part}" for part in error.absolute_path)
             raise SchemaProblem(f"no valid schema: {place[1:]}: {error.message}"[:300]) from None
         self._text = text
-        self._budget = _Budget(_check_parts(schema))
+        self.chars = len(text)
+        """Number of characters of the schema as JSON text."""
+        self._patterns = _check_parts(schema)
+        self._budget = CheckBudget()
         keywords = {
-            name: _charge_keyword(self._budget, keyword)
+            name: self._charge_keyword(keyword)
             for name, keyword in Draft202012Validator.VALIDATORS.items()
         }
-        keywords["pattern"] = _charge_keyword(self._budget, self._check_pattern)
+        keywords["pattern"] = self._charge_keyword(self._check_pattern)
         keywords["uniqueItems"] = self._charge_pairs(keywords["uniqueItems"])
         self._validator = extend(Draft202012Validator, keywords)(schema)
 
@@ -137,10 +143,10 @@ class JsonSchema:
     def __hash__(self) -> int:
         return hash(self._text)
 
-    def accepts(self, value: Any) -> bool:
+    def accepts(self, value: Any, budget: CheckBudget | None = None) -> bool:
         """Return whether a JSON value fits the schema. A check that exceeds the limits accepts
-        nothing."""
-        self._budget.reset()
+        nothing. ``budget`` is that of several checks; None for one of its own."""
+        self._budget = CheckBudget() if budget is None else budget
         try:
             return self._validator.is_valid(value)
         except (_TooMuchWork, RecursionError):
@@ -150,8 +156,17 @@ class JsonSchema:
         from jsonschema import ValidationError
 
         del validator, schema
-        if isinstance(value, str) and not self._budget.matches(pattern, value):
+        if isinstance(value, str) and not self._budget.matches(self._patterns[pattern], value):
             yield ValidationError("the pattern is not matched")
+
+    def _charge_keyword(self, keyword: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the check of a keyword that is charged for its work."""
+
+        def check(validator: Any, wanted: Any, value: Any, schema: Any) -> Any:
+            self._budget.charge(1 + _measure(wanted) + _measure(value))
+            yield from keyword(validator, wanted, value, schema) or ()
+
+        return check
 
     def _charge_pairs(self, keyword: Callable[..., Any]) -> Callable[..., Any]:
         def check(validator: Any, wanted: Any, value: Any, schema: Any) -> Any:
@@ -173,7 +188,10 @@ def read_schema(value: Any, param: str) -> JsonSchema:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         if len(text) > MAX_SCHEMA_CHARS:
             raise SchemaProblem(f"a schema has at most {MAX_SCHEMA_CHARS} characters")
-        return _cached_schema(text)
+        schema = _build_schema(text)
+        if isinstance(schema, str):
+            raise SchemaProblem(schema)
+        return schema
     except (CallProblem, ValueError, RecursionError) as error:
         raise ApiError(400, "invalid_schema", f"{param}: {error}", param) from None
     except ImportError as error:
@@ -184,9 +202,67 @@ def read_schema(value: Any, param: str) -> JsonSchema:
         ) from error
 
 
+def read_strict_schemas(schemas: Iterable[tuple[str, Any, str]]) -> dict[str, JsonSchema]:
+    """Return the schemas of the strict tools of a request by the tool's name.
+
+    schemas: for each, the tool's name, the schema and its field. Raises ApiError as ``read_schema``
+    does, and if they exceed the limits together.
+    """
+    found: dict[str, JsonSchema] = {}
+    chars = 0
+    parts = 0
+    for name, value, param in schemas:
+        schema = read_schema(value, param)
+        chars += schema.chars
+        parts += schema.parts
+        if chars > MAX_SCHEMA_CHARS or parts > MAX_SCHEMA_PARTS:
+            text = (
+                f"{param}: the schemas of strict tools have at most {MAX_SCHEMA_CHARS} characters "
+                f"and {MAX_SCHEMA_PARTS} objects, arrays and booleans together"
+            )
+            raise ApiError(400, "invalid_schema", text, param)
+        found[name] = schema
+    return found
+
+
 @lru_cache(_CACHED)
-def _cached_schema(text: str) -> JsonSchema:
-    return JsonSchema(text)
+def _build_schema(text: str) -> JsonSchema | str:
+    """Return the schema with this text, or why it is refused; so refusals are cached, too."""
+    try:
+        return JsonSchema(text)
+    except (ValueError, RecursionError) as error:
+        return str(error)
+
+
+def _count_parts(schema: dict[str, Any]) -> int:
+    """Return the number of objects, arrays and booleans of a schema that has not been checked.
+
+    Raises SchemaProblem if they are too many, or if a list of types or names would take too long
+    to check.
+    """
+    waiting: list[tuple[str, Any]] = [("", schema)]
+    count = 0
+    while waiting:
+        key, part = waiting.pop()
+        if not isinstance(part, dict | list | bool):
+            continue
+        count += 1
+        if count > MAX_SCHEMA_PARTS:
+            raise SchemaProblem(
+                f"a schema has at most {MAX_SCHEMA_PARTS} objects, arrays and booleans"
+            )
+        if isinstance(part, dict):
+            # each list in these two keywords is like one of ``required``
+            has_names = key in ("dependencies", "dependentRequired")
+            waiting += [("required" if has_names else name, inner) for name, inner in part.items()]
+        elif isinstance(part, list):
+            if key == "type" and len(part) > _MAX_TYPES:
+                raise SchemaProblem(f"no valid schema: a type list has at most {_MAX_TYPES} items")
+            # whether other items are unique is compared pair by pair
+            if key == "required" and not all(isinstance(item, str) for item in part):
+                raise SchemaProblem("no valid schema: lists of required names contain text only")
+            waiting += [("", inner) for inner in part]
+    return count
 
 
 def _check_parts(schema: dict[str, Any]) -> dict[str, Any]:
@@ -241,16 +317,6 @@ def _compile_pattern(pattern: str) -> Any:
         return regex.compile(pattern)
     except (regex.error, ValueError, RecursionError, OverflowError) as error:
         raise SchemaProblem(f"the pattern {pattern[:64]!r} is invalid: {error}") from None
-
-
-def _charge_keyword(budget: _Budget, keyword: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the check of a keyword that is charged for its work."""
-
-    def check(validator: Any, wanted: Any, value: Any, schema: Any) -> Any:
-        budget.charge(1 + _measure(wanted) + _measure(value))
-        yield from keyword(validator, wanted, value, schema) or ()
-
-    return check
 
 
 def _measure(value: Any) -> int:

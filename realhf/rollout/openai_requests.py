@@ -37,7 +37,7 @@ from realhf.rollout.answer_rules import (
     check_tool_names,
 )
 from realhf.rollout.api_errors import ApiError, check_fields, invalid, unsupported
-from realhf.rollout.json_schema import JsonSchema, read_schema
+from realhf.rollout.json_schema import JsonSchema, read_schema, read_strict_schemas
 
 _Part = TypeVar("_Part", bound=BaseModel)
 _WHOLE_FLOATS = 2.0**53
@@ -469,13 +469,15 @@ def check_messages(messages: Sequence[OpenAiMessage]) -> None:
 
 def read_strict_tools(tools: ToolSchemas) -> dict[str, JsonSchema]:
     """Return the schemas of the arguments of those tools that are ``strict``. Raises ApiError."""
-    return {
-        tool["function"]["name"]: read_schema(
-            tool["function"].get("parameters") or {}, f"tools.{number}.function.parameters"
+    return read_strict_schemas(
+        (
+            tool["function"]["name"],
+            tool["function"].get("parameters") or {},
+            f"tools.{number}.function.parameters",
         )
         for number, tool in enumerate(tools)
         if tool["function"].get("strict") is True
-    }
+    )
 
 
 def _template_role(role: str, param: str) -> str:

@@ -28,7 +28,7 @@ from realhf.rollout.endpoint_api import (
     format_event,
     json_response,
 )
-from realhf.rollout.json_schema import read_schema
+from realhf.rollout.json_schema import read_schema, read_strict_schemas
 from realhf.rollout.openai_requests import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -198,11 +198,11 @@ class ResponsesRequest(BaseModel):
             parallel_calls=self.parallel_tool_calls is not False,
             json=_read_format(self.text.format if self.text is not None else None),
             separate_reasoning=True,
-            strict_tools={
-                tool.name: read_schema(tool.parameters or {}, f"tools.{number}.parameters")
+            strict_tools=read_strict_schemas(
+                (tool.name, tool.parameters or {}, f"tools.{number}.parameters")
                 for number, tool in enumerate(tools)
                 if tool.strict
-            },
+            ),
         )
         check_tool_names(rules, [tool.schema_for_template() for tool in tools])
         return rules

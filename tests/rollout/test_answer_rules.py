@@ -30,7 +30,12 @@ from realhf.rollout.api_errors import ApiError
 from realhf.rollout.episode import EpisodeLimits
 from realhf.rollout.group_player import PlayedGroup
 from realhf.rollout.interface import rollout_statistics
-from realhf.rollout.json_schema import JsonSchema, read_schema
+from realhf.rollout.json_schema import (
+    CheckBudget,
+    JsonSchema,
+    read_schema,
+    read_strict_schemas,
+)
 from realhf.rollout.openai_requests import OpenAiMessage
 from realhf.rollout.openai_sessions import Ending, OpenAiSession, OpenAiSessions
 from tests.rollout.black_box import Endpoint, FakeTokens, chat, served, serving, spelt
@@ -512,6 +517,7 @@ def test_a_schema_decides_as_the_standard_does() -> None:
     assert tree.accepts({"name": "a", "below": [{"name": "b"}]})
     assert not tree.accepts({"name": "a", "below": [{"name": "B"}]})
     assert schema(uniqueItems=True).accepts([1, 2]) and not schema(uniqueItems=True).accepts([1, 1])
+    assert schema(dependencies={"a": {"dependencies": {"enum": ["b"]}, "enum": [1, "a"]}})
     either = schema(anyOf=[{"const": 1}, {"type": "null"}])
     assert [either.accepts(value) for value in (1, None, 2)] == [True, True, False]
     assert schema(type="object") == schema(type="object") != schema(type="array")
@@ -554,18 +560,61 @@ def test_without_the_package_a_schema_is_refused_with_what_to_install(
 
 def test_a_check_of_a_hostile_schema_ends_soon() -> None:
     doubling = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)}
-    hostile = [
-        (schema(**{"$ref": "#"}), 1),
-        (schema(**{"$ref": "#/$defs/d0", "$defs": doubling | {"d40": {"type": "integer"}}}), 1),
-        (schema(pattern="^(a+)+$"), "a" * 40 + "b"),
-        (schema(items={"enum": list(range(9000))}), [9001] * 2000),
-        (schema(uniqueItems=True), [{"a": n} for n in range(5000)]),
+    hostile: list[tuple[dict[str, Any], Any]] = [
+        ({"$ref": "#"}, 1),
+        ({"$ref": "#/$defs/d0", "$defs": doubling | {"d40": {"type": "integer"}}}, 1),
+        ({"pattern": "^(a+)+$"}, "a" * 40 + "b"),
+        ({"items": {"enum": list(range(9000))}}, [9001] * 2000),
+        ({"uniqueItems": True}, [{"a": n} for n in range(5000)]),
     ]
-    for hostile_schema, value in hostile:
+    for keywords, value in hostile:
         started_at = time.process_time()
-        assert not hostile_schema.accepts(value)
+        assert not schema(**keywords).accepts(value)
         assert time.process_time() - started_at < 2.0
     assert schema(type="integer").accepts(1), "the next check has its own limits"
+
+
+MIXED = [n if n % 2 else f"{n}" for n in range(6000)]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"type": MIXED}, "at most 7 items"),
+        ({"required": MIXED}, "text only"),
+        ({"dependentRequired": {"type": MIXED}}, "text only"),
+        ({"allOf": [True] * 10_000}, "objects, arrays and booleans"),
+        ({"properties": {f"p{n}": {"a": {}} for n in range(2500)}}, "objects, arrays and booleans"),
+    ],
+)
+def test_a_schema_that_takes_long_to_check_is_refused_soon(
+    keywords: dict[str, Any], words: str
+) -> None:
+    started_at = time.process_time()
+    with pytest.raises(ApiError, match=words):
+        schema(**keywords)
+    assert time.process_time() - started_at < 0.5
+
+
+def test_the_schemas_of_strict_tools_have_limits_together() -> None:
+    large = {"enum": ["x" * 700]}
+    many = [(f"f{n}", large | {"title": f"{n}"}, f"tools.{n}") for n in range(100)]
+    with pytest.raises(ApiError, match="together") as refused:
+        read_strict_schemas(many)
+    assert refused.value.param == "tools.89"
+    assert len(read_strict_schemas(many[:80])) == 80
+
+
+def test_the_calls_of_a_turn_share_the_time_of_their_patterns() -> None:
+    slow = schema(pattern="^(a+)+$")
+    rules = AnswerRules(strict_tools={"f": schema(anyOf=[{"not": {}}, {}]), "g": slow})
+    budget = CheckBudget()
+    started_at = time.process_time()
+    for _ in range(20):
+        assert not slow.accepts("a" * 40 + "b", budget)
+    assert time.process_time() - started_at < 1.0
+    assert rules.find_broken("", [("f", 1), ("g", "a" * 40 + "b")]) == ("strict",)
+    assert rules.find_broken("", [("f", 1), ("g", "aa")]) == (), "the next turn has its own"
 
 
 def test_rules_without_checks_find_nothing_broken() -> None:
