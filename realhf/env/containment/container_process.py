@@ -110,6 +110,8 @@ _HOSTS = "127.0.0.1 localhost container\n::1 localhost\n"
 _VERIFIER_BYTES = 64 << 20
 """Maximum bytes of the files in each of /tests and /logs of a verifying stage, and bytes by which
 the container's storage grows for it."""
+_HIDDEN_LIMITS = "size=4k,nr_inodes=2,mode=0555"
+"""Options of the empty tmpfs that lies over a hidden folder."""
 _VERIFIER_INODES = 10_000
 """Number of files by which the container's storage grows for a verifying stage."""
 
@@ -254,7 +256,9 @@ class _Keeper:
         for path in order.hidden if image is None else ():
             is_system = path.startswith(tuple(f"{each}/" for each in _SYSTEM))
             if is_system and os.path.isdir(f"{self._root}{path}"):
-                self._libc.mount("hidden", f"{self._root}{path}", "tmpfs", _MS_NOSUID, "size=4k")
+                self._libc.mount(
+                    "hidden", f"{self._root}{path}", "tmpfs", _MS_NOSUID, _HIDDEN_LIMITS
+                )
 
     def _overlay(self, lower: int, path: str, writable: Sequence[str]) -> None:
         """Mount an overlay of the folder ``lower`` at ``path`` below the root.
@@ -350,8 +354,10 @@ class _Keeper:
             Path("/proc/self/oom_score_adj").write_text("1000")
             connection = socket.socket(fileno=channel)
             try:
+                # Before the root is entered, where a command may have removed /dev.
+                null = os.open("/dev/null", os.O_RDWR)
                 self._enter_root(verifying=verifying)
-                close_others(channel)
+                close_others(channel, null)
                 give_up_privileges(self._libc, self._order)
             except OSError as error:
                 connection.sendall(encode_frame({"error": error.strerror or str(error)}))
@@ -373,7 +379,8 @@ class _Keeper:
         libc.mount("proc", f"{self._root}/proc", "proc", safe | _MS_NOEXEC)
         if verifying:
             for name in ("tests", "logs"):
-                libc.mount(name, f"{self._root}/{name}", "tmpfs", safe, f"size={_VERIFIER_BYTES}")
+                limits = f"size={_VERIFIER_BYTES},nr_inodes={_VERIFIER_INODES}"
+                libc.mount(name, f"{self._root}/{name}", "tmpfs", safe, limits)
             os.makedirs(f"{self._root}/logs/verifier")
             os.makedirs(f"{self._root}/logs/agent")
         os.chdir(self._root)

@@ -94,14 +94,13 @@ class Libc:
         self.mount(source, target, "", _MS_BIND | MS_REC)
 
 
-def close_others(kept: int) -> None:
-    """Close all descriptors but stderr and ``kept``; stdin and stdout become empty."""
-    os.closerange(3, kept)
-    os.closerange(kept + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    null = os.open("/dev/null", os.O_RDWR)
+def close_others(kept: int, null: int) -> None:
+    """Close all descriptors but stderr and ``kept``; stdin and stdout become ``null``, a descriptor
+    of ``/dev/null``."""
     os.dup2(null, 0)
     os.dup2(null, 1)
-    os.close(null)
+    os.closerange(3, kept)
+    os.closerange(kept + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def give_up_privileges(libc: Libc, order: Order) -> None:
@@ -245,6 +244,7 @@ class Stage:
                     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
                 for other in self._pipes - {pipe}:
                     self._read_output(other, None)
+                self._reap(but=child)
                 self._limit_memory()
                 if output.size > _MAX_OUTPUT:
                     break
@@ -275,18 +275,26 @@ class Stage:
                 output.add(data)
         return True
 
-    def _reap(self) -> None:
-        """Collect the processes that have exited."""
+    def _reap(self, but: int = 0) -> None:
+        """Collect the processes that have exited, which would otherwise count towards the limit of
+        processes; leave ``but``."""
         with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                continue
+            while exited := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if exited.si_pid == but:
+                    return
+                os.waitpid(exited.si_pid, 0)
 
     def _limit_memory(self) -> None:
-        """End the process with the most memory if all together have more than allowed."""
+        """If all processes together have more memory than allowed, end the largest of them until
+        the rest has no more than that."""
         sizes = dict(_process_memory())
-        if sum(sizes.values()) > self._order.memory_bytes:
+        total = sum(sizes.values())
+        for pid in sorted(sizes, key=lambda pid: sizes[pid], reverse=True):
+            if total <= self._order.memory_bytes:
+                break
             with contextlib.suppress(ProcessLookupError):
-                os.kill(max(sizes, key=lambda pid: sizes[pid]), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
+            total -= sizes[pid]
 
     def _put(self, path: str, data: str, mode: int, *, append: bool = False) -> dict[str, Any]:
         """Write a file, or append to it, and make the folders above it. Without data and with the
@@ -317,20 +325,49 @@ class Stage:
 
 
 def _process_memory() -> Iterator[tuple[int, int]]:
-    """Yield each process of the stage but the first, with the bytes of its private and shared
-    memory that are not of files."""
+    """Yield each process of the stage but the first, with the bytes of its memory that are not of
+    files: private and shared memory, and page tables.
+
+    Pages of a shared anonymous map stay in memory after the process has dropped them
+    (``MADV_DONTNEED``), when no counter of the process shows them. Such a map therefore counts with
+    its whole size, once for all processes that have it.
+    """
+    counted: set[str] = set()
     for name in os.listdir("/proc"):
         if not name.isdigit() or name == "1":
             continue
         try:
             status = Path(f"/proc/{name}/status").read_text()
+            maps = Path(f"/proc/{name}/maps").read_text()
         except OSError:
             continue
-        kib = 0
+        counters = {"RssAnon": 0, "RssShmem": 0, "VmPTE": 0}
         for line in status.splitlines():
-            if line.startswith(("RssAnon:", "RssShmem:")):
-                kib += int(line.split()[1])
-        yield int(name), kib << 10
+            field, _, value = line.partition(":")
+            if field in counters:
+                counters[field] = int(value.split()[0]) << 10
+        shared = _measure_shared_maps(maps, counted)
+        yield (
+            int(name),
+            counters["RssAnon"] + counters["VmPTE"] + max(counters["RssShmem"], shared),
+        )
+
+
+def _measure_shared_maps(maps: str, counted: set[str]) -> int:
+    """Return the bytes of the shared anonymous maps in the text of ``/proc/PID/maps`` whose inodes
+    are not in ``counted`` yet, and add these."""
+    size = 0
+    found: set[str] = set()
+    for line in maps.splitlines():
+        if not line.endswith("/dev/zero (deleted)"):
+            continue
+        addresses, _, _, _, inode, *_ = line.split()
+        if inode not in counted:
+            start, end = addresses.split("-")
+            size += int(end, 16) - int(start, 16)
+            found.add(inode)
+    counted |= found
+    return size
 
 
 def _become_command(

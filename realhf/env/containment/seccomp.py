@@ -87,7 +87,7 @@ _NEW_CALLS = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442, 447, 467)
 # Denied to programs: mount, umount2, pivot_root, unshare, setns, ptrace, process_vm_readv,
 # process_vm_writev, bpf, kexec_load, kexec_file_load, init_module, finit_module, delete_module,
 # add_key, request_key, keyctl, userfaultfd, perf_event_open, open_by_handle_at, memfd_create,
-# shmget, msgget, quotactl, swapon, swapoff, reboot, acct
+# shmget, semget, msgget, mq_open, quotactl, swapon, swapoff, reboot, acct
 _MACHINES = {
     # fork, vfork, execve, execveat, socket, connect, bind, ptrace, mount, umount2, chroot,
     # pivot_root, unshare, setns, bpf, kexec_load, init_module, finit_module, process_vm_readv,
@@ -97,12 +97,12 @@ _MACHINES = {
                       (57, 58, 59, 322, 41, 42, 49, 101, 165, 166, 161, 155, 272, 308, 321, 246, 175, 313, 310, 311,
                        250, 323, 304, 425, 438, 62, 424, 200, 129, 297), 41,
                       (165, 166, 155, 272, 308, 101, 310, 311, 321, 246, 320, 175, 313, 176, 248, 249, 250, 323, 298,
-                       304, 319, 29, 68, 179, 167, 168, 169, 163, *_NEW_CALLS)),
+                       304, 319, 29, 64, 68, 240, 179, 167, 168, 169, 163, *_NEW_CALLS)),
     "aarch64": Machine(0xC00000B7, 277, 220, 435, 131, 261,
                        (221, 281, 198, 203, 200, 117, 40, 39, 51, 41, 97, 268, 280, 104, 105, 273, 270, 271, 219, 282,
                         265, 425, 438, 129, 424, 130, 138, 240), 198,
                        (40, 39, 41, 97, 268, 117, 270, 271, 280, 104, 294, 105, 273, 106, 217, 218, 219, 282, 241,
-                        265, 279, 194, 186, 60, 224, 225, 142, 89, *_NEW_CALLS)),
+                        265, 279, 194, 190, 186, 180, 60, 224, 225, 142, 89, *_NEW_CALLS)),
 }  # fmt: skip
 """Supported architectures, by the name of the machine in ``platform``."""
 
@@ -191,6 +191,12 @@ def _assemble_program_filter(machine_numbers: Machine) -> bytes:
     """Assemble the classic BPF program for the commands of a container."""
     program = _begin_filter(machine_numbers, machine_numbers.denied_to_programs)
     program += [
+        # A command may limit itself, but not the first process of its stage.
+        (_JUMP_EQUAL, 0, 4, machine_numbers.prlimit64),
+        (_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT),
+        (_JUMP_EQUAL, 0, 1, 0),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _EPERM),
         (_JUMP_EQUAL, 0, 4, machine_numbers.clone),
         (_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT),
         (_JUMP_SET, 0, 1, _NAMESPACES),

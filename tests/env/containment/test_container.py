@@ -88,6 +88,9 @@ def test_user_0_of_the_container_is_not_root(container: Container, command: str)
         ("import ctypes, os; l = ctypes.CDLL(None, use_errno=True); "
          "l.ptrace(16, 1, 0, 0) == -1 and exit(os.strerror(ctypes.get_errno()))", "not permitted"),
         ("open('/etc/shadow')", "No such file"),
+        ("import ctypes, os; l = ctypes.CDLL(None, use_errno=True); "
+         "l.semget(0, 32000, 0o1600) == -1 and exit(os.strerror(ctypes.get_errno()))", "not permitted"),
+        ("import resource; resource.prlimit(1, resource.RLIMIT_NOFILE, (3, 3))", "not permitted"),
         ("b = bytearray(1 << 30)", "MemoryError"),
         ("open('/tmp/large', 'wb').write(bytes(40 << 20))", "No space left|File too large"),
     ],
@@ -113,6 +116,39 @@ def test_memory_is_limited_over_all_processes(container: Container) -> None:
     code = "import mmap, time\nm = mmap.mmap(-1, 400 << 20)\nfor at in range(0, len(m), 4096): m[at] = 1"
     assert python(container, f"{code}\ntime.sleep(5)").code == 137
     assert run(container, "true").code == 0
+
+
+def test_dropped_pages_of_shared_memory_count(container: Container) -> None:
+    """They stay in memory, and no counter of the process shows them."""
+    code = (
+        "import mmap, time\nkept = []\nfor _ in range(30):\n    m = mmap.mmap(-1, 10 << 20)\n"
+        "    for at in range(0, len(m), 4096): m[at] = 1\n    m.madvise(mmap.MADV_DONTNEED)\n"
+        "    kept.append(m)\n    time.sleep(0.02)\ntime.sleep(2)\nprint('all')"
+    )
+    assert python(container, code).code == 137
+
+
+def test_processes_that_have_ended_count_no_longer(container: Container) -> None:
+    """A command that starts daemons one after another has as many as it likes."""
+    code = (
+        "import os, time\nfor _ in range(300):\n    child = os.fork()\n    if child == 0:\n"
+        "        os.fork() or os._exit(0)\n        os._exit(0)\n    os.waitpid(child, 0)\n"
+        "    time.sleep(0.005)\nprint('done')"
+    )
+    assert python(container, code).output == "done\n"
+
+
+def test_a_stage_begins_where_a_command_has_moved_dev(container: Container) -> None:
+    own = Container(order())
+    try:
+        own.start()
+        own.begin()
+        assert run(own, "mv /dev /gone").code == 0
+        own.end()
+        own.begin(verifying=True)
+        assert run(own, "echo there").output == "there\n"
+    finally:
+        own.close()
 
 
 def test_the_network_is_the_containers_own(container: Container) -> None:
