@@ -46,7 +46,7 @@ class RowsEvaluation:
 
         ``args``: the folder ``rows`` with the tokenised rows. The evaluation before the first step
         keeps the log-probabilities of preferences in the run folder. Raises RuntimeError if a later
-        one does not find them.
+        one does not find them, or finds those of other rows.
         """
         folder = Path(args["rows"])
         dataset = TokenizedRows(str(folder), part=HELD_OUT)
@@ -71,8 +71,9 @@ class RowsEvaluation:
             n_tokens += int(tokens.mask.sum())
         totals = torch.cat(scores)
         results: dict[str, float]
-        if RowsSummary.read(folder).kind == PREFERENCE:
-            results = self._compare(totals, context)
+        summary = RowsSummary.read(folder)
+        if summary.kind == PREFERENCE:
+            results = self._compare(totals, summary.digest, context)
         else:
             results = {
                 "loss": -float(totals.sum()) / n_tokens,
@@ -81,18 +82,23 @@ class RowsEvaluation:
         overall = {**results, "rows": len(dataset), "version": context.step}
         return {ROWS: {"overall": overall}}
 
-    def _compare(self, totals: Tensor, context: CallContext) -> dict[str, float]:
+    def _compare(self, totals: Tensor, digest: str, context: CallContext) -> dict[str, float]:
         """Return the results of preferences, given the log-probabilities f64 (2 n,) of the chosen
-        and the rejected sequence of each row."""
+        and the rejected sequence of each row, and the digest of the rows."""
         file = context.run_dir / REFERENCE_FILE
         if context.step == 0:
-            write_atomic(file, json.dumps(totals.tolist()))
+            write_atomic(file, json.dumps({"rows": digest, "logprobs": totals.tolist()}))
         try:
-            reference = torch.tensor(json.loads(file.read_text("utf-8")), dtype=torch.float64)
+            kept = json.loads(file.read_text("utf-8"))
         except FileNotFoundError:
             raise RuntimeError(
                 f"{file} is missing: the held-out rows are compared with the model before training"
             ) from None
+        if kept["rows"] != digest:
+            raise RuntimeError(
+                f"{file} belongs to other rows: dataset.path has changed since the run started"
+            )
+        reference = torch.tensor(kept["logprobs"], dtype=torch.float64)
         rewards = self._beta * (totals - reference).reshape(-1, 2)
         margin = rewards[:, 0] - rewards[:, 1]
         correct = (margin > 0).double() + 0.5 * (margin == 0).double()

@@ -43,10 +43,11 @@ def evaluation_report(results: Sequence[EpisodeResult], version: int) -> dict[st
     played all episodes.
     """
     report = {"overall": _summary(results, version)}
-    for name in sorted({result.environment for result in results if result.environment}):
-        report[name] = _summary([each for each in results if each.environment == name], version)
     for group in sorted({result.group for result in results if result.group}):
         report[group] = _summary([result for result in results if result.group == group], version)
+    # An environment has precedence over a group of the same name, which may be one of several.
+    for name in sorted({result.environment for result in results if result.environment}):
+        report[name] = _summary([each for each in results if each.environment == name], version)
     return report
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -25,13 +25,16 @@ class Row(NamedTuple):
     """Location for error messages, such as ``tasks.jsonl, line 3``."""
 
 
-def read_row_file(file: Path) -> Iterator[Row]:
+def read_row_file(file: Path, columns: Collection[str] | None = None) -> Iterator[Row]:
     """Yield the rows of a JSON Lines file, a Parquet file or a folder that ``datasets`` has saved.
+
+    ``columns``: the columns that are read; others may hold values that are not JSON, and are None
+    in the rows. None reads all columns.
 
     Raises ValueError that names the file and the line if the data is missing, unreadable or not
     JSON, and for a package that is not installed.
     """
-    readers: Mapping[str, Callable[[Path], Iterable[Row]]] = {
+    readers: Mapping[str, Callable[[Path, Collection[str] | None], Iterable[Row]]] = {
         ".jsonl": read_json_lines,
         ".parquet": _read_parquet,
     }
@@ -39,22 +42,26 @@ def read_row_file(file: Path) -> Iterator[Row]:
     if read is None:
         raise ValueError(f"{file}: data is a .jsonl file, a .parquet file or a datasets folder")
     try:
-        yield from read(file)
+        yield from read(file, columns)
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror or error}") from None
 
 
-def read_json_lines(file: Path) -> Iterator[Row]:
-    """Yield the rows of a file, skipping blank lines.
+def read_json_lines(file: Path, columns: Collection[str] | None = None) -> Iterator[Row]:
+    """Yield the rows of a file, skipping blank lines. ``columns``: see ``read_row_file``.
 
     Raises OSError, and ValueError with file and line for a line that is not a JSON object.
     """
     for number, text in _numbered_lines(file):
         where = f"{file}, line {number}"
         try:
-            values = json.loads(text.decode("utf-8"), parse_constant=_reject_constant)
+            values = json.loads(
+                text.decode("utf-8"), parse_constant=_reject_constant if columns is None else None
+            )
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: not JSON: {error}") from None
+        if columns is not None and isinstance(values, dict):
+            values = {key: value if key in columns else None for key, value in values.items()}
         yield check_row(values, where)
 
 
@@ -75,7 +82,7 @@ def check_row(values: Any, where: str) -> Row:
     return Row(values, where)
 
 
-def _read_parquet(file: Path) -> Iterator[Row]:
+def _read_parquet(file: Path, columns: Collection[str] | None) -> Iterator[Row]:
     try:
         from pyarrow import ArrowException, parquet  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -84,9 +91,12 @@ def _read_parquet(file: Path) -> Iterator[Row]:
         ) from None
     try:
         with parquet.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            read = names if columns is None else [name for name in names if name in columns]
+            unread = dict.fromkeys(name for name in names if name not in read)
             rows = (
-                values
-                for batch in table.iter_batches(batch_size=1024)
+                {**values, **unread}
+                for batch in table.iter_batches(batch_size=1024, columns=read or names[:1])
                 for values in batch.to_pylist()
             )
             for number, values in enumerate(rows, 1):
@@ -97,7 +107,7 @@ def _read_parquet(file: Path) -> Iterator[Row]:
         ) from None
 
 
-def _read_datasets_folder(folder: Path) -> Sequence[Row]:
+def _read_datasets_folder(folder: Path, columns: Collection[str] | None) -> Iterator[Row]:
     try:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -113,10 +123,11 @@ def _read_datasets_folder(folder: Path) -> Sequence[Row]:
             f"{folder}: holds several splits; name the folder of one: "
             f"{', '.join(map(repr, loaded))}"
         )
-    return [
-        check_row(dict(values), f"{folder}, row {number}")
-        for number, values in enumerate(loaded, 1)
-    ]
+    names = loaded.column_names
+    read = names if columns is None else [name for name in names if name in columns]
+    unread = dict.fromkeys(name for name in names if name not in read)
+    for number, values in enumerate(loaded.select_columns(read or names[:1]), 1):
+        yield check_row({**values, **unread}, f"{folder}, row {number}")
 
 
 def _numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:

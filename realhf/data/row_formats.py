@@ -31,6 +31,8 @@ _UNREAD = {
     "image": "only text can be trained",
 }
 """Columns that would change what is trained and are not supported, with advice."""
+_READ = ("messages", "prompt", "completion", "chosen", "rejected", "tools")
+"""Columns that are read."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,16 @@ def read_examples(file: Path, kind: str) -> Iterator[Example]:
     parse = {SUPERVISED: _parse_supervised, PREFERENCE: _parse_preference}[kind]
     # Columns of Parquet and Arrow have a fixed structure, so keys that a row lacks are null there.
     has_added_nulls = file.suffix != ".jsonl"
-    for row in read_row_file(file):
-        values = _without_nulls(row.values) if has_added_nulls else row.values
+    for row in read_row_file(file, (*_READ, *_UNREAD)):
+        values = (
+            {
+                name: _without_nulls(value)
+                for name, value in row.values.items()
+                if value is not None or name not in _READ
+            }
+            if has_added_nulls
+            else row.values
+        )
         try:
             exchanges = parse(values)
         except ValueError as error:

@@ -9,9 +9,11 @@ a file (``dataset.path``).
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +24,7 @@ import realhf
 from realhf.api.tool_parser import AUTO
 from realhf.base.dataclass_json import to_json_value
 from realhf.base.files import atomic_folder
-from realhf.data.row_formats import PREFERENCE, SUPERVISED, read_examples
+from realhf.data.row_formats import PREFERENCE, SUPERVISED, Exchange, PlainText, read_examples
 from realhf.data.tokenized_rows import (
     ALL,
     ASSISTANT,
@@ -51,6 +53,8 @@ class LocatedRow(NamedTuple):
 
     where: str
     """Location, such as ``rows.jsonl, line 3``."""
+    prompt: str
+    """Digest of the row's prompt, or of the whole row if it has none."""
     sequences: tuple[TokenRow, ...]
     """The row's sequence, or the chosen one and the rejected one."""
 
@@ -69,10 +73,19 @@ def tokenize_file(file: Path, kind: str, encoder: ExchangeTokenizer) -> list[Loc
             sequences = tuple(encoder.encode(exchange) for exchange in exchanges)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{where}: {error}") from error
-        rows.append(LocatedRow(where, sequences))
+        rows.append(LocatedRow(where, _digest_prompt(exchanges[0]), sequences))
     if not rows:
         raise ValueError(f"{file}: has no rows")
     return rows
+
+
+def _digest_prompt(exchange: Exchange) -> str:
+    """Return a digest of the exchange's prompt, or of the exchange if it has none."""
+    if isinstance(exchange, PlainText):
+        value = exchange.prompt or [exchange.completion]
+    else:
+        value = [exchange.messages[: exchange.prompt or None], exchange.tools]
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def select_short(
@@ -107,18 +120,37 @@ def split_rows(
     """Return (rows to train on, rows held out), both in the order of the file.
 
     ``held_out``: fraction of the rows, of which at least one is held out unless it is 0; the seed
-    determines which. Raises ValueError if no row would be left to train on.
+    determines which. Rows with the same prompt are never divided, so that no held-out row is
+    trained; the number of rows may therefore be smaller or, if every prompt has more, larger.
+    Raises ValueError if no row would be left to train on.
     """
-    count = max(1, round(held_out * len(rows))) if held_out else 0
+    if not held_out:
+        return [*rows], []
+    count = max(1, round(held_out * len(rows)))
     if count >= len(rows):
         raise ValueError(
             f"dataset.held_out={held_out:g} holds out {count} of {len(rows)} rows and leaves none "
             "to train on"
         )
-    chosen = {*random.Random(f"{seed}/held out").sample(range(len(rows)), count)}
+    sizes = Counter(row.prompt for row in rows)
+    if len(sizes) == 1:
+        raise ValueError(
+            f"dataset.held_out={held_out:g}: the {len(rows)} rows have the same prompt, and those "
+            "that are held out must have others than those that are trained"
+        )
+    prompts = [*sizes]
+    random.Random(f"{seed}/held out").shuffle(prompts)
+    chosen: set[str] = set()
+    left = count
+    for prompt in prompts:
+        if sizes[prompt] <= left:
+            chosen.add(prompt)
+            left -= sizes[prompt]
+    if not chosen:
+        chosen.add(min(prompts, key=lambda prompt: sizes[prompt]))
     return (
-        [row for number, row in enumerate(rows) if number not in chosen],
-        [row for number, row in enumerate(rows) if number in chosen],
+        [row for row in rows if row.prompt not in chosen],
+        [row for row in rows if row.prompt in chosen],
     )
 
 
@@ -129,7 +161,7 @@ def summarize(
     n_dropped: int,
     digest: str,
 ) -> RowsSummary:
-    """Return the counts of tokenised rows. ``digest``: that of the rows to train on."""
+    """Return the counts of tokenised rows. ``digest``: that of all rows (``digest_rows``)."""
     sequences = [sequence for row in train for sequence in row.sequences]
     return RowsSummary(
         kind,
@@ -218,6 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tool-parser", default=AUTO)
     parser.add_argument("--template-kwargs", type=json.loads, default={}, help="a JSON object")
     args = parser.parse_args(argv)
+    concerned = "actor.path: "
     try:
         from transformers import AutoTokenizer
 
@@ -228,14 +261,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             chat_template_kwargs=args.template_kwargs,
             tool_parser=args.tool_parser,
         )
+        concerned = "dataset.path: "
         rows = tokenize_file(args.file, args.kind, encoder)
         kept = select_short(args.file, rows, args.max_tokens, args.too_long)
+        concerned = ""
         train, held_out = split_rows(kept, args.held_out, args.seed)
         parts = {TRAIN: pack_rows(row.sequences for row in train)}
         if held_out:
             parts[HELD_OUT] = pack_rows(row.sequences for row in held_out)
         n_dropped = len(rows) - len(kept)
-        summary = summarize(args.kind, train, held_out, n_dropped, digest_rows(parts[TRAIN]))
+        summary = summarize(args.kind, train, held_out, n_dropped, digest_rows(parts))
         text = describe_rows(args.file, summary, train[: args.shown], tokenizer)
         with atomic_folder(args.out) as folder:
             for name, arrays in parts.items():
@@ -243,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             (folder / SUMMARY_FILE).write_text(json.dumps(to_json_value(summary)), "utf-8")
             (folder / EXAMPLES_FILE).write_text(text, "utf-8")
     except (OSError, ValueError) as error:
-        print(f"dataset.path: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{concerned}{' '.join(str(error).split())}", file=sys.stderr)
         return 1
     print(text, end="")
     return 0

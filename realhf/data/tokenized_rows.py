@@ -161,7 +161,7 @@ class RowsSummary:
     longest: int
     """Length in tokens of the longest sequence that was kept."""
     digest: str
-    """Digest of the tokens and masks of the rows to train on."""
+    """Digest of the tokens and masks of all rows, those that are held out included."""
 
     @staticmethod
     def read(folder: Path) -> RowsSummary:
@@ -185,11 +185,12 @@ def pack_rows(rows: Iterable[Sequence[TokenRow]]) -> dict[str, np.ndarray]:
     }
 
 
-def digest_rows(arrays: Mapping[str, np.ndarray]) -> str:
-    """Return the SHA-256 of packed rows."""
+def digest_rows(parts: Mapping[str, Mapping[str, np.ndarray]]) -> str:
+    """Return the SHA-256 of the packed rows of all parts of a folder."""
     digest = hashlib.sha256()
-    for name, array in sorted(arrays.items()):
-        digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+    for part, arrays in sorted(parts.items()):
+        for name, array in sorted(arrays.items()):
+            digest.update(f"{part} {name} {array.dtype} {array.shape}".encode() + array.tobytes())
     return digest.hexdigest()
 
 

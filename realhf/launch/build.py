@@ -12,6 +12,7 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from realhf.api.config import ConfigError, ExperimentConfig, Mode
@@ -391,8 +392,13 @@ def check_effects(composed: ComposedConfig, reads: set[str]) -> None:
     def unused(names: Iterable[str]) -> list[str]:
         return [name for name in names if not _has_effect(name, reads)]
 
-    # The YAML file of an experiment that trains on episodes or on a file has options for both.
-    written = () if composed.config.dataset.path else composed.written
+    written = composed.written
+    if composed.config.dataset.path and "dataset.path" in reads:
+        # The shipped YAML file of an experiment that trains on episodes or on a file has options
+        # for both.
+        path = composed.config.experiment_path
+        own = Path(path).with_suffix(".yaml").name if path else ""
+        written = [name for name, source in written.items() if source == own]
     lines = []
     for name in (*unused(composed.overridden), *unused(written)):
         reason = f": {reasons[name]}" if reasons[name] else ""

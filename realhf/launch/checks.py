@@ -229,15 +229,16 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 """Name suffixes of embedding matrices."""
 
 
-def start_untrained(config: ExperimentConfig) -> str:
+def start_untrained(config: ExperimentConfig, *, trains_on_file: bool) -> str:
     """Replace ``actor.path=builtin`` with the untrained built-in policy if the environment has no
-    scripted solver for a warm start, or if the rows of a file are trained on.
+    scripted solver for a warm start, or if the rows of a file are trained on, which the
+    experiment can do if ``trains_on_file``.
 
     Return a warning about the replacement, or "" if nothing was changed. Experiments that need
     demonstrations raise an error themselves.
     """
     chosen: Any = getattr(config, "env", None)
-    if config.actor.path == BUILTIN and config.dataset.path is not None:
+    if config.actor.path == BUILTIN and config.dataset.path is not None and trains_on_file:
         config.actor.path = BUILTIN_TINY
         return (
             "actor.path names no model, so the built-in policy starts untrained, with a token for "

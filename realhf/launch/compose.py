@@ -105,8 +105,9 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
     file = load_experiment(config_dir, name, user_file, environment)
     if environment is None and hasattr(file.module, "config_class"):
         trains_on_file = hasattr(file.module, "build_on_rows")
+        path = values.get("dataset.path")
         rows = _read_component(own_file, "dataset", bases=config_dir / "experiment")
-        if not (trains_on_file and (values.get("dataset.path") or rows)):
+        if not (trains_on_file and (rows if path is None else path != "null")):
             file_advice = "; or rows to train on with dataset.path=FILE.jsonl"
             raise EnvironmentMissing(
                 f"experiment={name}: choose an environment with env=NAME (known: "
@@ -167,7 +168,10 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
     }
     from_files = _options_in_yaml(config, schema, own_file, defaults)
     set_elsewhere = {*overridden, *(option for options in by_choice.values() for option in options)}
-    warnings = start_untrained(config), choose_engine(config, {*set_elsewhere, *from_files})
+    warnings = (
+        start_untrained(config, trains_on_file=hasattr(file.module, "build_on_rows")),
+        choose_engine(config, {*set_elsewhere, *from_files}),
+    )
     config.trial_name = config.trial_name or make_trial_name()
     reverted = {option for option in schema.options_in(own_file) if option not in from_files}
     return ComposedConfig(
@@ -339,6 +343,8 @@ def _find_environment(values: dict[str, str], config_dir: Path, own_file: Path) 
     if not (listed.startswith("[") and listed.endswith("]")):
         raise ConfigError(f"env.mix={listed}: give a list, such as [sql,countdown]")
     reference = mixture_reference([text.strip(" '\"") for text in listed[1:-1].split(",")])
+    if not split_mixture(reference):
+        raise ConfigError(f"env.mix={listed}: name at least two environments")
     values["env.mix"] = "[{}]".format(",".join(f"'{text}'" for text in split_mixture(reference)))
     return reference
 

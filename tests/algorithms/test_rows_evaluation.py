@@ -83,3 +83,7 @@ def test_pairs_are_compared_with_the_model_before_training(tmp_path: Path):
     assert after["reward_accuracy"] == pytest.approx(float((margin > 0).float().mean()))
     loss = -torch.nn.functional.logsigmoid(margin).mean()
     assert after["loss"] == pytest.approx(float(loss), abs=1e-4)
+    summary = json.loads((tmp_path / "rows.json").read_text())
+    (tmp_path / "rows.json").write_text(json.dumps({**summary, "digest": "other"}))
+    with pytest.raises(RuntimeError, match=r"held_out_reference\.json belongs to other rows"):
+        evaluation.evaluate(model, args, context(tmp_path, 2))

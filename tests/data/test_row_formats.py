@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,21 @@ def test_a_file_without_rows_and_with_broken_lines(tmp_path: Path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is installed")
+def test_columns_that_are_not_read_may_hold_anything(tmp_path: Path):
+    file = tmp_path / "rows.jsonl"
+    row = json.dumps({"messages": [ASK, SAY]})
+    file.write_text(f'{row[:-1]}, "score": NaN}}\n', encoding="utf-8")
+    assert check_rows(file, SUPERVISED) == 1
+    with pytest.raises(ValueError, match="line 1: not JSON: NaN"):
+        next(read_row_file(file))
+    file.write_text('{"text": NaN}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"the row has neither .* \(it has 'text'\)"):
+        check_rows(file, SUPERVISED)
+    file.write_text('{"messages": NaN}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="line 1: "):
+        check_rows(file, SUPERVISED)
+
+
 def test_parquet_without_its_package_names_the_extra(tmp_path: Path):
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"rows\.parquet: .* needs the package pyarrow: .*parquet"):
@@ -209,6 +225,15 @@ def test_rows_of_parquet_are_those_of_json(tmp_path: Path):
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     found = [each.exchanges for each in read_examples(tmp_path / "rows.parquet", SUPERVISED)]
     assert found == read(tmp_path, SUPERVISED, *rows)
+    day = datetime(2026, 1, 1, tzinfo=UTC)
+    dated = pyarrow.Table.from_pylist([{"day": day, **row} for row in rows])
+    parquet.write_table(dated, tmp_path / "dated.parquet")
+    assert found == [
+        each.exchanges for each in read_examples(tmp_path / "dated.parquet", SUPERVISED)
+    ]
+    parquet.write_table(pyarrow.table({"day": [day]}), tmp_path / "other.parquet")
+    with pytest.raises(ValueError, match=r"row 1: the row has neither .* \(it has 'day'\)"):
+        check_rows(tmp_path / "other.parquet", SUPERVISED)
     parquet.write_table(pyarrow.table({"messages": [[ASK]]}), tmp_path / "bad.parquet")
     with pytest.raises(ValueError, match=r"bad\.parquet, row 1: messages: has no assistant"):
         check_rows(tmp_path / "bad.parquet", SUPERVISED)

@@ -16,6 +16,7 @@ from realhf.data.tokenized_rows import (
     ASSISTANT,
     COMPLETION,
     HELD_OUT,
+    TRAIN,
     ExchangeTokenizer,
     RowsSummary,
     TokenizedRows,
@@ -203,7 +204,7 @@ def test_pairs_are_two_sequences_with_rewards(tmp_path: Path, model: Path):
 
 
 def test_rows_are_held_out_by_the_seed_and_counted(tmp_path: Path, model: Path, capsys):
-    rows = [{"prompt": "a", "completion": "b" * (n + 1)} for n in range(10)]
+    rows = [{"prompt": f"{n}", "completion": "b" * (n + 1)} for n in range(10)]
     options = "--held-out 0.3 --seed {} --max-tokens 10 --too-long drop --shown 1"
     parts = {}
     for seed in (1, 1, 2):
@@ -221,6 +222,22 @@ def test_rows_are_held_out_by_the_seed_and_counted(tmp_path: Path, model: Path, 
     assert (summary.n_train, summary.n_held_out, summary.n_dropped) == (6, 2, 2)
     shown = capsys.readouterr().out.splitlines()
     assert "6 rows to train on, 2 held out, 2 dropped because they are too long" in shown[0]
+
+
+def test_rows_of_one_prompt_are_not_divided(tmp_path: Path, model: Path):
+    rows = [{"prompt": f"{n % 5}", "completion": "b" * (n // 5 + 1)} for n in range(20)]
+    prompts = []
+    for seed in range(1, 4):
+        assert tokenize(tmp_path, model, *rows, options=f"--held-out 0.4 --seed {seed}") == 0
+        parts = [TokenizedRows(str(tmp_path / "out"), part=part) for part in (TRAIN, HELD_OUT)]
+        found = [
+            {int(part.load([""], [row])["packed_input_ids"][0]) for row in range(len(part))}
+            for part in parts
+        ]
+        assert not found[0] & found[1]
+        assert [len(part) for part in parts] == [12, 8]
+        prompts.append(found[1])
+    assert prompts[0] != prompts[1] or prompts[0] != prompts[2]
 
 
 def test_the_first_rows_are_shown_as_tokens(tmp_path: Path, model: Path, capsys):
@@ -249,6 +266,10 @@ def test_the_first_rows_are_shown_as_tokens(tmp_path: Path, model: Path, capsys)
         ),
         ("--max-tokens 2 --too-long drop", "2 of 2 rows are longer than "),
         (
+            "--held-out 0.5",
+            "dataset.held_out=0.5: the 2 rows have the same prompt, and those that are held out",
+        ),
+        (
             "--held-out 0.9",
             "dataset.held_out=0.9 holds out 2 of 2 rows and leaves none to train on",
         ),
@@ -260,8 +281,14 @@ def test_what_cannot_be_trained_is_refused_in_one_line(
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b" * 6}]
     assert tokenize(tmp_path, model, *rows, options=options) == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("dataset.path: ") and message in line
+    assert line.startswith("dataset.") and message in line
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_that_is_missing_is_no_fault_of_the_file(tmp_path: Path, capsys):
+    assert tokenize(tmp_path, tmp_path / "none", {"messages": [ASK, SAY]}) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("actor.path: ")
 
 
 def test_a_row_that_the_template_cannot_write_names_its_line(tmp_path: Path, capsys):
@@ -271,6 +298,30 @@ def test_a_row_that_the_template_cannot_write_names_its_line(tmp_path: Path, cap
     assert tokenize(tmp_path, tmp_path / "plain", *rows) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert "rows.jsonl, line 2: the chat template does not read tools" in line
+
+
+def test_a_resumed_run_refuses_other_held_out_rows(tmp_path: Path, model: Path):
+    rows = [{"prompt": f"{n}", "completion": "b"} for n in range(4)]
+    options = "--held-out 0.25"
+    assert tokenize(tmp_path, model, *rows, options=options) == 0
+    out = str(tmp_path / "out")
+    state = TokenizedRowsSource(seed=1, path=out).state_dict()
+    trained = TokenizedRows(out).load(["a", "b", "c"], range(3))["packed_input_ids"]
+    number = int(model_text(model, TokenizedRows(out, part=HELD_OUT)))
+    rows[number]["completion"] = "c"
+    assert tokenize(tmp_path, model, *rows, options=options) == 0
+    again = TokenizedRows(out).load(["a", "b", "c"], range(3))["packed_input_ids"]
+    assert again.tolist() == trained.tolist()
+    with pytest.raises(ValueError, match=r"dataset\.path: the file, or how it is tokenised, has"):
+        TokenizedRowsSource(seed=1, path=out).load_state_dict(state)
+
+
+def model_text(model: Path, part: TokenizedRows) -> str:
+    """Return the first character of the first row of a part."""
+    from transformers import AutoTokenizer
+
+    ids = part.load([""], [0])["packed_input_ids"]
+    return AutoTokenizer.from_pretrained(model).decode(ids[:1])
 
 
 def test_a_resumed_run_refuses_other_rows(tmp_path: Path, model: Path):

@@ -12,12 +12,18 @@ from typing import Any
 
 import pytest
 
+from realhf.api.config import ConfigError
 from realhf.launch.__main__ import main
 from realhf.launch.build import BuiltExperiment, build_experiment
 from realhf.launch.checks import check_config
 from realhf.launch.compose import compose_config
 
-ASK = {"role": "user", "content": "2+2?"}
+
+def ask(number: int) -> dict[str, str]:
+    return {"role": "user", "content": f"{number}+2?"}
+
+
+ASK = ask(2)
 
 
 def say(text: str) -> dict[str, str]:
@@ -30,7 +36,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     files: dict[str, list[Any]] = {
         "sft": [{"messages": [ASK, say("4" * (n + 1))]} for n in range(12)],
         "dpo": [
-            {"prompt": [ASK], "chosen": [say("4" * (n + 1))], "rejected": [say("5")]}
+            {"prompt": [ask(n)], "chosen": [say("4" * (n + 1))], "rejected": [say("5")]}
             for n in range(12)
         ],
         "bad": [{"messages": [ASK, say("4")]}, {"messages": [ASK, {"role": "assistant"}]}],
@@ -110,6 +116,11 @@ def test_tokens_are_kept_for_the_same_file_options_and_tokenizer(rows: dict[str,
         ("experiment=sft dataset.path=/no/rows.jsonl", r"/no/rows\.jsonl: there is no such file"),
         ("experiment=sft", r"choose an environment .* with dataset\.path=FILE\.jsonl"),
         (
+            "experiment=sft dataset.path=null",
+            r"choose an environment .* with dataset\.path=FILE\.jsonl",
+        ),
+        ("experiment=grpo env.mix=[,]", r"env\.mix=\[,\]: name at least two environments"),
+        (
             "experiment=grpo env=countdown dataset.path={sft}",
             r"option dataset\.path has no effect in experiment grpo: only sft and dpo train on a",
         ),
@@ -145,6 +156,35 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert main([*words, *mode]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("config error: ") and re.search(message, line), line
+
+
+@pytest.mark.parametrize("option", ["preference: {held_out: 0.3}", "gen: {temperature: 0.5}"])
+def test_options_of_ones_own_file_that_have_no_effect_are_refused(
+    rows: dict[str, Path], tmp_path: Path, option: str
+):
+    (tmp_path / "mine.py").write_text("from experiments.dpo import *\n", encoding="utf-8")
+    (tmp_path / "mine.yaml").write_text(f"defaults: [dpo]\n{option}\n", encoding="utf-8")
+    name = option.replace(": {", ".").partition(":")[0]
+    composed = compose_config(
+        [f"experiment_path={tmp_path / 'mine.py'}", f"dataset.path={rows['dpo']}"]
+    )
+    with pytest.raises(ConfigError, match=rf"{name} has no effect .* \(set in mine\.yaml\)"):
+        build_experiment(composed)
+
+
+def test_a_file_of_ones_own_experiment_on_episodes_is_refused(
+    rows: dict[str, Path], tmp_path: Path
+):
+    (tmp_path / "mine.py").write_text(
+        "from experiments.policy_gradient import *\n", encoding="utf-8"
+    )
+    (tmp_path / "mine.yaml").write_text(
+        f"defaults: [grpo]\ndataset: {{path: {rows['sft']}}}\n", encoding="utf-8"
+    )
+    composed = compose_config([f"experiment_path={tmp_path / 'mine.py'}", "env=countdown"])
+    assert composed.config.actor.path == "builtin"
+    with pytest.raises(ConfigError, match=r"dataset\.path has no effect .* \(set in mine\.yaml"):
+        build_experiment(composed)
 
 
 # ---- whole runs

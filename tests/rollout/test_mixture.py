@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from realhf.api.environment import Task, TaskLimits
-from realhf.api.evaluation import evaluation_report
+from realhf.api.evaluation import EpisodeResult, evaluation_report
 from realhf.api.model import GenRequest
 from realhf.api.rollout import RolloutOutcome
 from realhf.api.source import SampleResult
@@ -153,6 +153,15 @@ def test_an_evaluation_reports_each_environment():
         "sums/small": 2,
     }
     assert report["sql"]["success"] == pytest.approx(1 / 3)
+
+
+def test_the_numbers_of_an_environment_include_all_of_its_groups():
+    results = [
+        EpisodeResult(group, True, achieved, 1.0, 1, environment="sql")
+        for group, achieved in (("sql", True), ("sql/join", False))
+    ]
+    report = evaluation_report(results, 3)
+    assert (report["sql"]["episodes"], report["sql"]["success"]) == (2, 0.5)
 
 
 def test_rollouts_are_recorded_under_the_environment_that_they_played():
