@@ -374,8 +374,8 @@ class DatasetConfig:
     )
     held_out: float = option(
         0.0,
-        "Fraction of the rows held out from training, drawn by the seed, and evaluated before, "
-        "after and during training (evaluation.every_steps).",
+        "Fraction of the rows held out from training, drawn by the seed without dividing the rows "
+        "of a prompt, and evaluated before, after and during training (evaluation.every_steps).",
         at_least=0,
         at_most=0.9,
         unused_because=_NO_FILE,

@@ -172,6 +172,7 @@ def test_options_of_ones_own_file_that_have_no_effect_are_refused(
         build_experiment(composed)
 
 
+@pytest.mark.slow
 def test_a_file_of_ones_own_experiment_on_episodes_is_refused(
     rows: dict[str, Path], tmp_path: Path
 ):
