@@ -225,7 +225,14 @@ def _format_tokens(ids: Sequence[int], tokenizer: Any) -> str:
         tokenizer.decode([i], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         for i in ids
     ]
-    return _SEPARATOR.join(text.replace("\\", "\\\\").replace("\n", "\\n") for text in texts)
+    # Other control characters could end the line or change the terminal.
+    return _SEPARATOR.join(
+        "".join(
+            c if c.isprintable() and c != "\\" else c.encode("unicode_escape").decode()
+            for c in text
+        )
+        for text in texts
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -224,6 +224,13 @@ def test_rows_are_held_out_by_the_seed_and_counted(tmp_path: Path, model: Path, 
     assert "6 rows to train on, 2 held out, 2 dropped because they are too long" in shown[0]
 
 
+def test_control_characters_are_shown_escaped(tmp_path: Path, model: Path, capsys):
+    row = {"prompt": "a\x1b[2J\r", "completion": "\x0b\\"}
+    assert tokenize(tmp_path, model, row) == 0
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[2:4] == [r"  -     6  a|\x1b|[|2|J|\r", r"  +     3  \x0b|\\|<|im_end|>"]
+
+
 def test_rows_of_one_prompt_are_not_divided(tmp_path: Path, model: Path):
     rows = [{"prompt": f"{n % 5}", "completion": "b" * (n // 5 + 1)} for n in range(20)]
     prompts = []
