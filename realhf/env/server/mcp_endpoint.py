@@ -132,7 +132,13 @@ class McpEndpoint:
             response = JSONResponse(refused.body, refused.status, refused.headers)
             await response(scope, receive, send)
             return
-        await session.handle(scope, receive, send)
+        status = None
+        try:
+            status = await session.handle(scope, receive, send)
+        finally:
+            # Without the answer to its initialize, no client knows the session.
+            if SESSION_HEADER not in Headers(scope=scope) and status != 200:
+                session.end()
 
     async def stop(self) -> None:
         """Refuse new sessions, and end the open ones."""
@@ -169,13 +175,14 @@ class McpEndpoint:
             text = f"a session begins with initialize, and its {SESSION_HEADER} goes with the rest"
             raise RefusedRequest(400, INVALID_REQUEST, text, request_id=request_id)
         try:
-            return await self._open_session(parse_reset_query(scope["query_string"]))
+            return await self._open_session(scope, parse_reset_query(scope["query_string"]))
         except RefusedRequest as refused:
             refused.body["id"] = request_id
             raise
 
-    async def _open_session(self, reset: dict[str, Any]) -> McpSession:
-        """Lease a slot, start an episode on it and return its session. Raises RefusedRequest."""
+    async def _open_session(self, scope: Scope, reset: dict[str, Any]) -> McpSession:
+        """Check an ``initialize``, lease a slot, start an episode on it and return its session.
+        Raises RefusedRequest."""
         try:
             data = self._served.check_reset(reset)
         except WireError as error:
@@ -186,8 +193,20 @@ class McpEndpoint:
         except MissingExtra as error:
             text = f"this server cannot talk to MCP clients: {error}"
             raise RefusedRequest(501, SERVER_ERROR, text) from None
-        from realhf.env.server.mcp_session import McpSession
+        from realhf.env.server.mcp_session import check_initialize
 
+        check_initialize(scope)
+        slot = await self._take_slot()
+        session = await self._begin_episode(slot, data)
+        self._sessions[session.id] = session
+        self._metrics.sessions_opened.inc()
+        ended = asyncio.create_task(self._release_at_end(session, slot))
+        self._ends.add(ended)
+        ended.add_done_callback(self._ends.discard)
+        return session
+
+    async def _take_slot(self) -> Any:
+        """Lease a slot. Raises RefusedRequest if none is free, or if the server stops."""
         slot = None if self._is_stopping else await self._leases.take()
         if slot is None:
             refusal = self._leases.refuse()
@@ -198,16 +217,26 @@ class McpEndpoint:
                 data=capacity_body(refusal),
                 headers=refusal.headers,
             )
+        return slot
+
+    async def _begin_episode(self, slot: Any, data: dict[str, Any]) -> McpSession:
+        """Reset a player on the slot and return its session. Raises RefusedRequest, and gives the
+        slot back then."""
+        from realhf.env.server.mcp_session import McpSession
+
         session = None
         work = None
         try:
             player = MeasuredPlayer(self._served.make_player(slot), self._served, self._metrics)
-            work = loop.run_in_executor(self._threads, player.reset, data)
+            work = asyncio.get_running_loop().run_in_executor(self._threads, player.reset, data)
             observation, _, done = await asyncio.shield(work)
             if self._is_stopping:
                 raise WireError(wire.UNAVAILABLE, "the server stops")
             session = McpSession(self._served, player, observation, self._threads, self._config)
             await session.start(done)
+            if self._is_stopping:
+                session.end()
+                raise WireError(wire.UNAVAILABLE, "the server stops")
         except asyncio.CancelledError:
             if session is not None:
                 session.end()
@@ -225,11 +254,6 @@ class McpEndpoint:
             raise RefusedRequest(
                 500, SERVER_ERROR, text, data={"code": wire.FACTORY_ERROR}
             ) from error
-        self._sessions[session.id] = session
-        self._metrics.sessions_opened.inc()
-        ended = asyncio.create_task(self._release_at_end(session, slot))
-        self._ends.add(ended)
-        ended.add_done_callback(self._ends.discard)
         return session
 
     async def _release_at_end(self, session: McpSession, slot: Any) -> None:

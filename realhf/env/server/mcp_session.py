@@ -13,29 +13,36 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio
 import mcp_types as types  # pyright: ignore[reportMissingImports]
+import pydantic_core
 from mcp.server.lowlevel import Server  # pyright: ignore[reportMissingImports]
 from mcp.server.streamable_http import (  # pyright: ignore[reportMissingImports]
     StreamableHTTPServerTransport,
+    check_accept_headers,
 )
 from mcp.shared.exceptions import MCPError  # pyright: ignore[reportMissingImports]
-from starlette.types import Receive, Scope, Send
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Message, Receive, Scope, Send
 
 import realhf
 from realhf.env.server import wire
 from realhf.env.server.config import ServerConfig
-from realhf.env.server.interfaces import ServedEnvironment
-from realhf.env.server.mcp import SERVER_ERROR
-from realhf.env.server.mcp_endpoint import error_data
+from realhf.env.server.interfaces import Reply, ServedEnvironment
+from realhf.env.server.mcp import INVALID_PARAMS, INVALID_REQUEST, SERVER_ERROR, rpc_error
+from realhf.env.server.mcp_endpoint import RefusedRequest, error_data
 from realhf.env.server.session import GRACE_S, KILLED_WAIT_S, MeasuredPlayer, kill_until_done
 from realhf.env.server.wire import WireError
+from realhf.web.bodies import BODY
 
-T = TypeVar("T")
 MAX_CALL_S = 3600.0
 """Seconds that a call may take, whatever the limits of the environment; then it is killed."""
+ANSWER_S = MAX_CALL_S + GRACE_S + KILLED_WAIT_S
+"""Seconds within which a request is answered or a call that waits gets nearer to its turn. A session
+whose protocol fails to do so is ended, because its slot would stay leased."""
 REWARD = "realhf-agents/reward"
 DONE = "realhf-agents/done"
 """Keys of a result's ``_meta``, which is for the client's program and not for its model."""
@@ -80,6 +87,8 @@ class McpSession:
         self._is_over = False
         self._work: asyncio.Future[Any] | None = None
         self._requests = 0
+        self._ids: set[str] = set()
+        self._limits: set[asyncio.Timeout] = set()
         self._is_greeted = False
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
@@ -111,21 +120,61 @@ class McpSession:
         if self._timer is not None:
             self._timer.cancel()
 
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request of the session. A stream of notifications (GET) does not keep the
-        session from being idle."""
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> int | None:
+        """Answer a request of the session and return the status of the response; None if there was
+        none. A stream of notifications (GET) does not keep the session from being idle."""
+        status = None
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
         if scope["method"] != "POST":
-            await self._transport.handle_request(scope, receive, send)
-            return
+            await self._transport.handle_request(scope, receive, send_and_note)
+            return status
+        request = _parse_request(scope[BODY])
+        # The SDK keys its requests by the text of their ids, and loses the first of two.
+        key = None if request is None else str(request.id)
+        if request is not None and key in self._ids:
+            text = "a request with this id is under way"
+            response = JSONResponse(rpc_error(request.id, INVALID_REQUEST, text), 400)
+            await response(scope, receive, send_and_note)
+            return status
         self._requests += 1
+        if key is not None:
+            self._ids.add(key)
         if self._timer is not None:
             self._timer.cancel()
+        limit = asyncio.timeout(ANSWER_S)
+        self._limits.add(limit)
         try:
-            await self._transport.handle_request(scope, receive, send)
+            async with limit:
+                await self._transport.handle_request(scope, receive, send_and_note)
+        except TimeoutError:
+            _LOG.error("an MCP session was ended: no answer within %g s", ANSWER_S)
+            self.end()
+            if status is None:
+                answer = rpc_error(
+                    request and request.id, SERVER_ERROR, f"no answer within {ANSWER_S:g} s"
+                )
+                await JSONResponse(answer, 504)(scope, receive, send_and_note)
         finally:
+            self._limits.discard(limit)
+            if key is not None:
+                self._ids.discard(key)
             self._requests -= 1
-            if not self._requests:
+            if not self._requests and self._task is not None and not self._task.done():
                 self._start_timer()
+        return status
+
+    def _restart_limits(self) -> None:
+        """Give every request its full time again, because the line of calls has advanced."""
+        when = asyncio.get_running_loop().time() + ANSWER_S
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(when)
 
     def _start_timer(self) -> None:
         """Start the time that the client may be silent. It is short until the first message after
@@ -166,6 +215,7 @@ class McpSession:
         if problem := self._served.call_problem(call):
             return _result(problem, failed=True)
         async with self._turn:
+            self._restart_limits()
             if self._is_over:
                 return _result(_OVER, failed=True)
             try:
@@ -181,7 +231,7 @@ class McpSession:
         meta = {REWARD: wire.finite_or_none(reward), DONE: done}
         return _result(text, failed=failed, meta=meta)
 
-    async def _play(self, step: Callable[[], T]) -> T:
+    async def _play(self, step: Callable[[], Reply]) -> Reply:
         """Run a step in a thread and return its result. Raises WireError, also after
         ``MAX_CALL_S``. If the client cancels the call or ends the session, the step is killed."""
         work = asyncio.get_running_loop().run_in_executor(self._threads, step)
@@ -199,15 +249,50 @@ class McpSession:
             raise WireError(wire.EXECUTION_ERROR, text, kind="timeout")
         return work.result()
 
-    async def _finish_or_kill(self, work: asyncio.Future[Any], grace_s: float) -> None:
-        """Wait up to ``grace_s`` seconds for a step that its client does not wait for, then kill it. A killed
-        step ends the episode."""
+    async def _finish_or_kill(self, work: asyncio.Future[Reply], grace_s: float) -> None:
+        """Wait up to ``grace_s`` seconds for a step that its client does not wait for, then kill it.
+        A killed step ends the episode."""
         await asyncio.wait((work,), timeout=grace_s)
         if not work.done():
             self._is_over = True
             await kill_until_done(work, self._player.kill, KILLED_WAIT_S)
-        if work.done() and (error := work.exception()) is not None:
-            _LOG.warning("a call that its client gave up failed: %s", error)
+        if not work.done():
+            return
+        if (error := work.exception()) is None:
+            self._is_over = self._is_over or work.result()[2]
+            return
+        _LOG.warning("a call that its client gave up failed: %s", error)
+        goes_on = isinstance(error, WireError) and (
+            error.retryable or error.code == wire.VALIDATION_ERROR
+        )
+        self._is_over = self._is_over or not goes_on
+
+
+def check_initialize(scope: Scope) -> None:
+    """Check the request that begins a session, which needs no slot. Raises RefusedRequest."""
+    accepts_json, _ = check_accept_headers(Request(scope))
+    if not accepts_json:
+        raise RefusedRequest(406, INVALID_REQUEST, "the client must accept application/json")
+    request = _parse_request(scope[BODY])
+    if request is None:
+        text = "initialize is a request: jsonrpc is '2.0', id is a string or an integer"
+        raise RefusedRequest(400, INVALID_REQUEST, text)
+    try:
+        types.InitializeRequestParams.model_validate(request.params or {}, by_name=False)
+    except ValueError:
+        text = "initialize needs protocolVersion, capabilities and clientInfo with name and version"
+        raise RefusedRequest(400, INVALID_PARAMS, text) from None
+
+
+def _parse_request(body: bytes) -> types.JSONRPCRequest | None:
+    """Parse a body as the SDK does. Return None for one that is not a request, or invalid."""
+    try:
+        message = types.jsonrpc_message_adapter.validate_python(
+            pydantic_core.from_json(body), by_name=False
+        )
+    except ValueError:
+        return None
+    return message if isinstance(message, types.JSONRPCRequest) else None
 
 
 def _result(text: str, *, failed: bool, meta: Mapping[str, Any] | None = None) -> Any:

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from realhf.env.server.mcp import SERVER_ERROR
+from realhf.env.server.mcp import INVALID_REQUEST, SERVER_ERROR
 from realhf.env.server.mcp_endpoint import SESSION_HEADER
 from realhf.env.server.server import EnvServer, listen
 from realhf.env.server.spec.program import SpecServerConfig, prepare
 from tests.env.loader.counter import COUNTER
-from tests.env.server.fake_stage import Stage
+from tests.env.server.fake_stage import FakeBlockingPlayer, Stage
 from tests.env.server.test_mcp_requests import ACCEPT, INITIALIZE
 from tests.process_family import until
 
@@ -210,6 +211,114 @@ async def test_a_cancelled_call_is_killed() -> None:
         assert until(lambda: stage.pool.free_count == 1)
     finally:
         stage.server.stop()
+
+
+def call_by_hand(request_id: int | str, command: str) -> dict[str, Any]:
+    params = {"name": "aws", "arguments": {"command": command}}
+    return {"jsonrpc": "2.0", "id": request_id, "method": "tools/call", "params": params}
+
+
+def test_an_id_under_way_is_refused_and_the_session_still_becomes_idle() -> None:
+    stage = Stage(idle_timeout_s=0.3)
+    url = f"{stage.server.url}/mcp"
+    try:
+        headers = begin(url)
+        with ThreadPoolExecutor(1) as threads:
+            call = call_by_hand(7, "aws s3 ls")
+            first = threads.submit(httpx.post, url, headers=headers, json=call, timeout=20)
+            assert stage.players[0].started.wait(20)
+            try:
+                for same in (7, "7"):
+                    call = call_by_hand(same, "quick")
+                    answer = httpx.post(url, headers=headers, json=call, timeout=2)
+                    assert answer.status_code == 400 and answer.json()["id"] == same
+                    assert answer.json()["error"]["code"] == INVALID_REQUEST
+            finally:
+                stage.players[0].finish.set()
+            assert first.result().json()["id"] == 7
+        assert until(lambda: stage.pool.free_count == 1, 20)
+    finally:
+        stage.server.stop()
+
+
+def test_a_request_without_an_answer_ends_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    from realhf.env.server import mcp_session
+
+    stage = Stage()
+    url = f"{stage.server.url}/mcp"
+    try:
+        headers = begin(url)
+        monkeypatch.setattr(mcp_session, "ANSWER_S", 0.3)
+        answer = httpx.post(url, headers=headers, json=call_by_hand(7, "aws s3 ls"), timeout=20)
+        assert answer.status_code == 504 and answer.json()["id"] == 7
+        assert until(lambda: stage.pool.free_count == 1, 20)
+    finally:
+        stage.server.stop()
+
+
+@pytest.mark.parametrize(
+    ("change", "accept", "status"),
+    [
+        ({"jsonrpc": "1.0"}, "*/*", 400),
+        ({"id": None}, "*/*", 400),
+        ({"id": True}, "*/*", 400),
+        ({"params": {}}, "*/*", 400),
+        ({"params": {"protocolVersion": "2025-11-25"}}, "*/*", 400),
+        ({}, "image/png", 406),
+    ],
+)
+def test_an_invalid_initialize_takes_no_slot(
+    counter: Served, change: dict[str, Any], accept: str, status: int
+) -> None:
+    headers = {"Accept": f"{accept}, text/event-stream"}
+    answer = httpx.post(counter.url, headers=headers, json=INITIALIZE | change)
+    assert counter.free == 2
+    assert answer.status_code == status, answer.text
+
+
+def test_a_session_that_starts_while_the_server_stops_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from realhf.env.server.mcp_session import McpSession
+
+    stage = Stage()
+    start = McpSession.start
+
+    async def start_then_stop(session: McpSession, is_over: bool) -> None:
+        await start(session, is_over)
+        await stage.server._mcp_endpoint.stop()
+
+    monkeypatch.setattr(McpSession, "start", start_then_stop)
+    try:
+        answer = httpx.post(f"{stage.server.url}/mcp", headers=ACCEPT, json=INITIALIZE)
+        assert answer.status_code == 500 and "stops" in answer.json()["error"]["message"]
+        assert until(lambda: stage.pool.free_count == 1)
+    finally:
+        stage.server.stop()
+
+
+class LastStep(FakeBlockingPlayer):
+    """A step ends the episode."""
+
+    def step(self, action: dict[str, Any]) -> tuple[dict[str, Any], float | None, bool]:
+        observation, reward, _ = super().step(action)
+        return observation, reward, True
+
+
+async def test_a_cancelled_call_that_ends_the_episode_in_time_ends_it() -> None:
+    stage = Stage(make=LastStep)
+    try:
+        async with connected(f"{stage.server.url}/mcp") as client:
+            call = asyncio.create_task(client.call_tool("aws", {"command": "aws s3 ls"}))
+            assert await asyncio.to_thread(lambda: stage.players[0].started.wait(60))
+            call.cancel()
+            await asyncio.sleep(0.3)
+            stage.players[0].finish.set()
+            over = await client.call_tool("aws", {"command": "quick"})
+            assert not stage.players[0].kills
+            assert over.is_error and "the episode is over" in text(over)
+    finally:
+        await asyncio.to_thread(stage.server.stop)
 
 
 async def test_a_stopped_server_ends_its_sessions(file: Path) -> None:
