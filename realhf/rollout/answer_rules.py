@@ -78,16 +78,16 @@ class AnswerRules:
         """Whether calls are parsed; otherwise they stay text."""
         return self.tool_choice != "none"
 
-    @property
-    def has_checks(self) -> bool:
-        """Whether an answer can break a rule."""
-        return bool(
+    def has_checks(self, *, reads_calls: bool) -> bool:
+        """Return whether an answer can break a rule. ``reads_calls``: whether it can contain calls,
+        because the request offers tools and does not keep calls as text."""
+        rules_of_calls = (
             self.tool_choice == "required"
             or self.tool_names
             or not self.parallel_calls
-            or self.json is not None
             or self.strict_tools
         )
+        return self.json is not None or bool(reads_calls and rules_of_calls)
 
     def find_broken(self, content: str, calls: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
         """Return the rules that an answer breaks, in the names of the chat API.

@@ -372,7 +372,6 @@ def add_routes(app: FastAPI, sessions: OpenAiSessions) -> None:
         answer = build_response(turn, body, sessions.chat)
         if body.store is not False:
             session.store(turn, body.without_instructions(messages), items=answer["output"])
-        session.cut_reason = _CUT_REASON if turn.finish_reason == "length" else ""
         if body.stream:
             return StreamingResponse(stream_response(answer), media_type="text/event-stream")
         return json_response(answer)

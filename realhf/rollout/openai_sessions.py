@@ -22,6 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from realhf.api.chat_template import ChatTemplateError, TemplateChat
 from realhf.api.environment import AssistantMessage, Task, TaskLimits, finite_number
 from realhf.api.generation import GenerationFailed, TokenSource
@@ -226,11 +228,13 @@ class TokenLedger:
         self.turns = 0
         """Number of kept turns."""
         self.checked = 0
-        """Number of kept turns whose request had rules to check."""
+        """Number of kept, complete turns whose request had rules to check."""
         self.broken = 0
         """Number of kept turns that broke a rule of their request."""
         self.limit_hit = ""
         """Status for the limit at which the last turn was refused; "" once another turn is kept."""
+        self.last_cut = False
+        """Whether a limit of tokens ended the last kept turn."""
         self.refusals: dict[str, str] = {}
         """Episode status for each limit that was hit, keyed by the refusal's code and also by its
         message."""
@@ -337,7 +341,9 @@ class TokenLedger:
         if turn.stop is not None:
             turn.answer = replace(turn.answer, stop=turn.stop.string)
         calls = [(call.name, read_json(call.arguments, 0)[0]) for call in turn.answer.calls]
-        turn.broken = rules.find_broken(turn.answer.content, calls)
+        # what a limit cut off is no answer that could be judged
+        if turn.finish_reason != "length":
+            turn.broken = rules.find_broken(turn.answer.content, calls)
 
     def keep(self, turn: OpenTurn) -> None:
         """Add a complete turn to its trajectory, because it is returned to the agent."""
@@ -363,7 +369,9 @@ class TokenLedger:
         branch.busy = False
         self._n_running -= 1
         self.turns += 1
-        self.checked += turn.rules.has_checks
+        self.last_cut = turn.finish_reason == "length"
+        reads_calls = bool(turn.tools) and turn.rules.reads_calls
+        self.checked += not self.last_cut and turn.rules.has_checks(reads_calls=reads_calls)
         self.broken += bool(turn.broken)
 
     def discard(self, turn: OpenTurn) -> None:
@@ -517,6 +525,9 @@ MAX_SESSIONS = 4096
 """Maximum number of open sessions of an endpoint."""
 MAX_AT_ONCE = 16
 """Maximum number of concurrent requests of a session."""
+_CUT_WORDS = ("max_output_tokens", "length limit was reached", "token limit")
+"""Words by which clients' errors say that an answer was cut off: of the Agents SDK, the ``openai``
+package and pydantic-ai."""
 Reward = float | Mapping[str, float]
 """Reward of all trajectories of a session, or a map from the ids of completions to the rewards of
 their trajectories. If several completions of one trajectory are named, the latest counts. A
@@ -561,9 +572,6 @@ class OpenAiSession:
         instructions of that request."""
         self.stored_items: dict[str, dict[str, Any]] = {}
         """Output items of stored responses, to which requests may refer by id."""
-        self.cut_reason = ""
-        """Reason in the last response that a token limit cut off; "" if it is complete. Clients
-        that raise an error for such a response repeat it."""
         self._llm = llm
         self._running: set[asyncio.Task[None]] = set()
 
@@ -658,8 +666,8 @@ class OpenAiSession:
 
         A refusal is recognised by its code or message, or by status 400 with the address of this
         session, in the text of the exception or of its cause (``__cause__``). An exception that was
-        merely raised while the agent handled a refusal does not count. A turn that was cut off is
-        recognised by ``cut_reason``.
+        merely raised while the agent handled a refusal does not count. If the last turn was cut
+        off, an error that says so and a failure of pydantic to read JSON count as well.
         """
         if isinstance(error, BaseExceptionGroup):
             statuses = [self.find_limit(inner) for inner in error.exceptions]
@@ -671,7 +679,9 @@ class OpenAiSession:
         for refusal, status in self.ledger.refusals.items():
             if refusal in text or (self.key in text and "400" in text):
                 return status
-        if self.cut_reason and self.cut_reason in text:
+        if self.ledger.last_cut and (
+            any(words in text for words in _CUT_WORDS) or _is_invalid_json(error)
+        ):
             return "token_budget"
         return self.find_limit(error.__cause__) if error.__cause__ is not None else ""
 
@@ -734,6 +744,13 @@ class OpenAiSession:
     async def _sample(self, turn: OpenTurn) -> None:
         while not self.ledger.add(turn, await self._llm.generate(turn.request())):
             pass
+
+
+def _is_invalid_json(error: BaseException) -> bool:
+    """Return whether pydantic raised the error for a text that is no JSON."""
+    return isinstance(error, ValidationError) and any(
+        each["type"] == "json_invalid" for each in error.errors()
+    )
 
 
 _NO_LIMITS = TaskLimits()

@@ -16,6 +16,7 @@ import pytest_asyncio
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from realhf.api.config import GenConfig
@@ -378,6 +379,62 @@ async def test_the_fraction_of_broken_rules_is_a_metric(endpoint: Endpoint) -> N
         assert public_name(own) == "rollouts/broken_rules"
 
 
+@endpoint_test
+@pytest.mark.parametrize(
+    ("more", "finish"),
+    [
+        ({"response_format": {"type": "json_object"}}, "length"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "length"),
+        ({"parallel_tool_calls": False}, "stop"),
+        ({"tools": TOOLS, "tool_choice": "none", "parallel_tool_calls": False}, "stop"),
+        ({"tools": STRICT, "tool_choice": "none"}, "stop"),
+    ],
+)
+async def test_a_turn_that_can_break_no_rule_is_not_counted(
+    endpoint: Endpoint, more: dict[str, Any], finish: str
+) -> None:
+    tokens = FakeTokens(lambda prompt: '{"a', finish=finish)
+    async with served(endpoint, tokens) as (_, session, client):
+        await ask(client, [USER], **more)
+        assert outcome_of(session).broken_rules is None
+
+
+class Reply(BaseModel):
+    """Type of an answer."""
+
+    a: int
+
+
+@endpoint_test
+async def test_an_error_about_a_turn_that_was_cut_is_the_limits(endpoint: Endpoint) -> None:
+    """The real package raises errors for it when it parses an answer."""
+    words = '{"a": '
+    for finish, limit in (("length", "token_budget"), ("stop", "")):
+        tokens = FakeTokens(lambda prompt: words, finish=finish)
+        async with served(endpoint, tokens) as (_, session, client):
+            for parse in (
+                client.chat.completions.parse(
+                    model="m",
+                    messages=[USER],  # type: ignore[list-item]
+                    response_format=Reply,
+                ),
+                client.responses.parse(model="m", input="task", text_format=Reply),
+            ):
+                with pytest.raises((openai.LengthFinishReasonError, ValidationError)) as raised:
+                    await parse
+                assert session.find_limit(raised.value) == limit, raised.value
+            # of pydantic-ai
+            error = RuntimeError("Model token limit (9) exceeded before any response was generated")
+            assert session.find_limit(error) == limit
+            wrapped = RuntimeError("no answer")
+            wrapped.__cause__ = raised.value
+            assert session.find_limit(wrapped) == limit
+            assert session.find_limit(KeyError("a")) == ""
+            with pytest.raises(ValidationError) as wrong:
+                Reply.model_validate({})
+            assert session.find_limit(wrong.value) == ""
+
+
 NOT_SERVED: list[tuple[dict[str, Any], str]] = [
     ({"stop": ""}, "stop"),
     ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
@@ -618,6 +675,7 @@ def test_the_calls_of_a_turn_share_the_time_of_their_patterns() -> None:
 
 
 def test_rules_without_checks_find_nothing_broken() -> None:
-    assert not AnswerRules(stop=("a",)).has_checks
-    assert AnswerRules(json=JsonAnswer()).has_checks
+    assert not AnswerRules(stop=("a",)).has_checks(reads_calls=True)
+    assert AnswerRules(json=JsonAnswer()).has_checks(reads_calls=False)
+    assert AnswerRules(parallel_calls=False).has_checks(reads_calls=True)
     assert AnswerRules().find_broken("words", [("f", {}), ("g", {})]) == ()
