@@ -84,6 +84,8 @@ def test_the_options_of_each_environment_reach_the_run(tmp_path, monkeypatch):
         (["env.mix=[sql,contdown]"], "env.mix=[sql,contdown]: unknown environment 'contdown'"),
         (["env.mix=[sql]"], "env.mix=[sql]: a mixture needs at least two environments"),
         (["env.mix=sql"], "env.mix=sql: give a list, such as [sql,countdown]"),
+        (["env.mix=[]"], "env.mix is empty: name two environments or more"),
+        (["env.mix=[,]"], "env.mix is empty: name two environments or more"),
         (["env=sql"], "env.mix=[sql,countdown], env=sql: choose one of them"),
         (["env.path=sql"], "env.mix=[sql,countdown], env.path=sql: choose one of them"),
         (["env.weights=[1]"], "env.weights=[1.0]: give one weight for each of the 2 environments"),
