@@ -187,6 +187,9 @@ class CountRequest(BaseModel):
             check_message(messages[0], "system")
         for number, message in enumerate(self.messages):
             messages += _read_message(message, f"messages.{number}")
+            # the results of calls are messages of their own
+            if len(messages) > MAX_MESSAGES:
+                raise invalid("messages", f"more than {MAX_MESSAGES} messages and results")
         if messages[-1].role == "assistant":
             raise unsupported(
                 "messages", "the last one is not the assistant's; a turn cannot be prefilled"
@@ -295,7 +298,12 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
     other = "api_error" if error.status >= 500 else "invalid_request_error"
     kind = _ERROR_TYPES.get(error.status, other)
     message = f"{_TOO_LONG if error.code == 'context_length_exceeded' else ''}{error}"
-    body: dict[str, Any] = {"type": kind, "message": message, "code": error.code}
+    body: dict[str, Any] = {
+        "type": kind,
+        "message": message,
+        "code": error.code,
+        "param": error.param,
+    }
     if error.param == "thread":
         # With these the tool runner of Anthropic's package goes on without the field.
         body["details"] = {

@@ -57,6 +57,9 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     """Return the error for a body that pydantic refuses. ``errors`` are FastAPI's, whose locations
     begin with ``body``."""
     first = errors[0]
+    # its location is a position in the text
+    if first["type"] == "json_invalid":
+        return ApiError(400, "invalid_request", "the body is not JSON")
     param = ".".join(str(part) for part in first["loc"][1:])
     # pydantic's prefix for errors of our validators
     problem = first["msg"].removeprefix("Value error, ")

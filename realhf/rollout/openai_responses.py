@@ -293,6 +293,8 @@ def _read_items(value: Any, session: OpenAiSession) -> tuple[list[OpenAiMessage]
                 reply = reply or own
                 continue
         messages.append(message)
+        if len(messages) > MAX_MESSAGES:
+            raise invalid("input", f"the conversation has more than {MAX_MESSAGES} messages")
         if message.role == "assistant":
             turn = len(messages) - 1
             reply = own or reasoning

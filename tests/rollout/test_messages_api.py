@@ -310,6 +310,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [WEB]}, "tools.0.type"),
     ({"tools": [{"name": "f"}]}, "tools.0.input_schema"),
     ({"tools": CUSTOM * 129}, "tools"),
+    ({"messages": [{"role": "user", "content": [RESULT] * 600}]}, "more than 512 messages"),
     ({"container": "c"}, "container"),
     ({"thread": {"type": "create"}}, "thread"),
     ({"tool_choice": {"type": "some"}}, "tool_choice"),
@@ -330,6 +331,12 @@ async def test_what_is_not_supported_is_refused_by_name(server: Any) -> None:
             assert reply.status_code == 400, (fields, error)
             assert error["type"] == "error" and error["error"]["type"] == "invalid_request_error"
             assert words in error["error"]["message"], (fields, error)
+            assert error["error"]["param"], fields
+        address = f"{server[0].base_url(session)}/messages"
+        head = {"content-type": "application/json"}
+        reply = await server[1].post(address, content=b'{"messages": [', headers=head)
+        error = reply.json()["error"]
+        assert (error["message"], error["param"]) == ("the body is not JSON", None)
         assert not session.ledger.turns
 
 
