@@ -1,9 +1,10 @@
 #!/bin/bash
-python3 - <<"END"
+echo 0 > /logs/verifier/reward.txt
+timeout 10 python3 -I - <<"END"
 import sqlite3
 
-database = sqlite3.connect("/app/shop.db")
 try:
+    database = sqlite3.connect("/app/shop.db")
     right = database.execute("SELECT large FROM orders ORDER BY id").fetchall() == [(0,), (1,), (0,), (1,), (0,), (0,)]
 except sqlite3.Error:
     right = False

@@ -1,9 +1,10 @@
 #!/bin/bash
-python3 - <<"END"
+echo 0 > /logs/verifier/reward.txt
+timeout 10 python3 -I - <<"END"
 import sqlite3
 
-database = sqlite3.connect("/app/shop.db")
 try:
+    database = sqlite3.connect("/app/shop.db")
     right = database.execute("SELECT id, amount FROM orders ORDER BY id").fetchall() == [(1, 10), (2, 25), (4, 40)]
 except sqlite3.Error:
     right = False

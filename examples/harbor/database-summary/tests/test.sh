@@ -1,9 +1,10 @@
 #!/bin/bash
-python3 - <<"END"
+echo 0 > /logs/verifier/reward.txt
+timeout 10 python3 -I - <<"END"
 import sqlite3
 
-database = sqlite3.connect("/app/shop.db")
 try:
+    database = sqlite3.connect("/app/shop.db")
     right = database.execute("SELECT name, orders FROM customers ORDER BY name").fetchall() == [("ada", 3), ("bob", 2), ("cy", 1)]
 except sqlite3.Error:
     right = False

@@ -1,6 +1,6 @@
 #!/bin/bash
+echo 0 > /logs/verifier/reward.txt
 cd /app
-if python3 /tests/check.py
+if timeout 20 python3 -I /tests/check.py
 then echo 1 > /logs/verifier/reward.txt
-else echo 0 > /logs/verifier/reward.txt
 fi

@@ -1,5 +1,6 @@
 #!/bin/bash
-if [ "$(bash /app/squares.sh 4)" = "$(printf '%s\n' 1 4 9 16)" ] && [ "$(bash /app/squares.sh 1)" = 1 ] && [ -z "$(bash /app/squares.sh 0)" ]
+echo 0 > /logs/verifier/reward.txt
+squares() { timeout -k 1 5 bash /app/squares.sh "$1" | head -c 1000; }
+if [ "$(squares 4)" = "$(printf '%s\n' 1 4 9 16)" ] && [ "$(squares 1)" = 1 ] && [ -z "$(squares 0)" ]
 then echo 1 > /logs/verifier/reward.txt
-else echo 0 > /logs/verifier/reward.txt
 fi

@@ -1,2 +1,3 @@
 #!/bin/bash
-python3 /tests/check.py
+echo '{"reward": 0}' > /logs/verifier/reward.json
+timeout 25 python3 -I /tests/check.py
