@@ -14,9 +14,10 @@ import inspect
 import random
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
+from types import ModuleType
 from typing import Any, ClassVar
 
 from realhf.api.environment import (
@@ -44,6 +45,8 @@ EXTRA = "reasoning_gym"
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _EVALUATES = re.compile(r"\b(eval|exec|parse_expr|sympify)\s*\(")
 """Calls that run Python code in a string."""
+_SIMPLIFIES = re.compile(r"\b(simplify|nsimplify)\s*\(")
+"""Calls that run Python code in a string if they are those of sympy."""
 _COMPOSITE = "composite"
 """Data set of the package that mixes others; ``env.mix`` does so with metrics of each."""
 _MAX_ANSWER_CHARS = 4096
@@ -161,9 +164,9 @@ def _check_dataset(options: ReasoningGymOptions, kind: type[Any], config: type[A
     """Raise ValueError for a data set that is not served, or for options that it does not take."""
     if options.dataset == _COMPOSITE:
         raise ValueError(f"env.dataset={_COMPOSITE} is not served: mix environments with env.mix")
-    for base in (kind, *kind.__mro__[1:-1]):
-        module = sys.modules[base.__module__]
-        if base.__module__.startswith(EXTRA) and _EVALUATES.search(inspect.getsource(module)):
+    for module in _find_modules(base.__module__ for base in kind.__mro__):
+        source = inspect.getsource(module)
+        if _EVALUATES.search(source) or ("sympy" in source and _SIMPLIFIES.search(source)):
             raise ValueError(
                 f"env.dataset={options.dataset} is not served: its code evaluates text as Python, "
                 f"and answers are the policy's text"
@@ -175,6 +178,27 @@ def _check_dataset(options: ReasoningGymOptions, kind: type[Any], config: type[A
                 f"env.args.{name}: the data set {options.dataset} has no such option (it has "
                 f"{', '.join(accepted)})"
             )
+
+
+def _find_modules(names: Iterable[str]) -> Iterator[ModuleType]:
+    """Yield the modules of the package among these, and those that they import from it, directly or
+    through others."""
+    waiting = [*names]
+    seen: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        module = sys.modules.get(name)
+        # Packages only collect what their modules define.
+        is_own = name.startswith(EXTRA) and not hasattr(module, "__path__")
+        if module is None or name in seen or not is_own:
+            continue
+        seen.add(name)
+        yield module
+        for value in vars(module).values():
+            if isinstance(value, ModuleType):
+                waiting.append(value.__name__)
+            elif inspect.isclass(value) or inspect.isroutine(value):
+                waiting.append(str(value.__module__))
 
 
 @dataclass(frozen=True)

@@ -60,24 +60,41 @@ class Doubling:
 
 @pytest.fixture(autouse=True)
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package, with one data set and one whose module evaluates text."""
+    """The package, with one data set and some whose modules evaluate text."""
     (tmp_path / "reasoning_gym_evaluating.py").write_text(
         "class Evaluating:\n"
         "    def score_answer(self, answer, entry):\n"
         "        return float(eval (answer) == 3)\n"
     )
+    (tmp_path / "reasoning_gym_simplifying.py").write_text(
+        "# As sympy.simplify, which parses texts.\n"
+        "def simplify(text):\n"
+        "    return 3\n\n"
+        "def judge(answer):\n"
+        "    return float(simplify(answer) == 3)\n"
+    )
+    (tmp_path / "reasoning_gym_importing.py").write_text(
+        "from reasoning_gym_simplifying import judge\n\n"
+        "class Importing:\n"
+        "    def score_answer(self, answer, entry):\n"
+        "        return judge(answer)\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     module = importlib.import_module("reasoning_gym_evaluating")
+    importing = importlib.import_module("reasoning_gym_importing")
     factory = ModuleType("reasoning_gym.factory")
     factory.DATASETS = {  # type: ignore[attr-defined]
         "doubling": (Doubling, DoublingConfig),
         "evaluating": (module.Evaluating, DoublingConfig),
+        "importing": (importing.Importing, DoublingConfig),
         "composite": (Doubling, DoublingConfig),
     }
     factory.create_dataset = lambda name, **options: Doubling(DoublingConfig(**options))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "reasoning_gym", ModuleType("reasoning_gym"))
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in ("evaluating", "importing", "simplifying"):
+        name = f"reasoning_gym_{name}"
+        monkeypatch.setitem(sys.modules, name, sys.modules[name])
 
 
 def build(**options: Any) -> EnvironmentSpec:
@@ -146,6 +163,7 @@ async def test_a_step_without_an_episode_is_a_failure() -> None:
         ({"dataset": ""}, "env.dataset is missing"),
         ({"dataset": "dubling"}, "did you mean 'doubling'"),
         ({"dataset": "evaluating"}, "evaluates text as Python"),
+        ({"dataset": "importing"}, "evaluates text as Python"),
         ({"dataset": "composite"}, "mix environments with env.mix"),
         ({"args": {"lowest": 3}}, r"env.args.lowest: .* has no such option \(it has highest\)"),
         ({"args": {"seed": 3}}, "env.args.seed"),
