@@ -93,7 +93,10 @@ def schema_kinds(schema: Any) -> set[str]:
         alternatives = schema.get(key)
         for alternative in alternatives if isinstance(alternatives, list | tuple) else ():
             allowed |= schema_kinds(alternative)
-    values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
+    enum = schema.get("enum")
+    values = [*enum] if isinstance(enum, list | tuple) else []
+    if "const" in schema:
+        values.append(schema["const"])
     if not allowed:
         allowed = {_TYPE_NAMES.get(type(value), "number") for value in values}
     if allowed and schema.get("nullable") is True:

@@ -53,8 +53,9 @@ _KILLED_S = 5.0
 """Seconds to wait for the end of a killed server, and for that of a connection."""
 _NO_BOUND_S = 3600.0
 """Read timeout of HTTP responses, in seconds; the deadline of each request ends them earlier."""
-MISTAKE_CODES = (-32602, -32601)
-"""JSON-RPC error codes for a call that is wrong: invalid parameters, and an unknown method."""
+_INVALID_PARAMETERS = -32602
+"""JSON-RPC error code for a call with wrong arguments, which is the policy's mistake. Any other
+error is the server's: a name that it does not list is refused before it is asked."""
 _LOG = logging.getLogger(__name__)
 
 Streams = tuple[Any, Any]
@@ -340,7 +341,9 @@ class ServerConnection:
         if self._client is None:
             raise EnvironmentFailure("lost", "the MCP server is not connected")
         work = self._client.call_tool(name, dict(arguments))
-        result = await self._guard(work, self.timeout_s, f"the tool {name[:60]!a}")
+        result = await self._guard(
+            work, self.timeout_s, f"the tool {name[:60]!a}", may_be_mistake=True
+        )
         return ToolResult(result.content, result.structured_content, result.is_error)
 
     async def close(self) -> None:
@@ -392,9 +395,15 @@ class ServerConnection:
                 return [_to_chat_tool(tool) for tool in tools]
         raise EnvironmentFailure("internal", "the MCP server's list of tools does not end")
 
-    async def _guard(self, work: Awaitable[T], limit_s: float, what: str) -> T:
-        """Await an answer of the server. Everything that goes wrong, except a call that is wrong,
-        is an EnvironmentFailure; the server is then ended, since its state is unknown."""
+    async def _guard(
+        self, work: Awaitable[T], limit_s: float, what: str, *, may_be_mistake: bool = False
+    ) -> T:
+        """Await an answer of the server. Everything that goes wrong is an EnvironmentFailure, and
+        the server is then ended, since its state is unknown.
+
+        may_be_mistake: the arguments are the policy's; if the server refuses them, raise
+        CallMistake.
+        """
         self.endpoint.allow_answer()
         task = asyncio.ensure_future(work)
         try:
@@ -413,7 +422,7 @@ class ServerConnection:
                 self._end()
                 raise failure from None
             reason = shorten(str(error), _MAX_REASON_CHARS)
-            if error.code in MISTAKE_CODES:
+            if may_be_mistake and error.code == _INVALID_PARAMETERS:
                 raise CallMistake(reason) from None
             self._end()
             raise EnvironmentFailure(

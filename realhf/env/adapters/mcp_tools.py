@@ -463,6 +463,7 @@ class McpEnvironment:
             if verifier.accepted_columns is None or name in verifier.accepted_columns
         }
         loop = asyncio.get_running_loop()
+        failures: list[EnvironmentFailure] = []
 
         async def call(name: str, arguments: Mapping[str, Any] | None = None) -> str:
             """Call a tool for the verifier. Raises ValueError if the tool reports a mistake."""
@@ -472,6 +473,9 @@ class McpEnvironment:
                 result = await connection.call(name, arguments or {})
             except CallMistake as mistake:
                 raise ValueError(str(mistake)) from None
+            except EnvironmentFailure as failure:
+                failures.append(failure)
+                raise
             if result.is_error:
                 raise ValueError(result_text(result))
             return result_text(result)
@@ -496,6 +500,10 @@ class McpEnvironment:
                         value = await judge()
                     else:
                         value = await self._threads.run(partial(self._judge_in_thread, judge))
+                # A verifier that catches every error would make a lost server a reward.
+                for failure in failures:
+                    raise failure
+                with self._contract():
                     return validate_rewards(value, "the reward")
         except TimeoutError:
             raise EnvironmentFailure(

@@ -7,6 +7,7 @@ import sys
 import time
 
 MODE = sys.argv[1]
+CODES = {"wrong": -32602, "internal": -32603, "unknown": -32601}
 SCHEMA = {"type": "object", "properties": {}}
 TOOLS = {
     "no object": [{"name": "a", "inputSchema": {"type": "string"}}],
@@ -57,14 +58,18 @@ for line in sys.stdin:
         error = {"code": -32601, "message": "Method not found"}
         send({"jsonrpc": "2.0", "id": request["id"], "error": error})
         continue
+    if MODE == "refuses" and request["method"] == "tools/list":
+        error = {"code": -32602, "message": "no list today"}
+        send({"jsonrpc": "2.0", "id": request["id"], "error": error})
+        continue
     if request["method"] == "tools/call":
         if MODE == "notifies":
             text = "x" * 100_000
             while True:
                 data = {"level": "info", "data": text}
                 send({"jsonrpc": "2.0", "method": "notifications/message", "params": data})
-        if MODE in ("wrong", "internal"):
-            error = {"code": -32602 if MODE == "wrong" else -32603, "message": "cannot do that"}
+        if MODE in CODES:
+            error = {"code": CODES[MODE], "message": "cannot do that"}
             send({"jsonrpc": "2.0", "id": request["id"], "error": error})
             continue
     send({"jsonrpc": "2.0", "id": request["id"], "result": answer(request)})

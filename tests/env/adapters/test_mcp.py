@@ -57,6 +57,12 @@ def broken(completion):
 def by_mistake(completion, call):
     call("deposit", {"account": "ada", "amount": -1})
 
+def swallows(completion, call):
+    try:
+        return float(bool(call("misbehave", {"how": "die"})))
+    except Exception:
+        return 0.0
+
 def never(completion):
     import time
     time.sleep(600)
@@ -253,6 +259,7 @@ async def test_a_server_that_fails_is_a_failure_and_no_reward(
         ("none", "internal", "has no tools"),
         ("many", "internal", "more than 256 tools"),
         ("endless", "internal", "list of tools does not end"),
+        ("refuses", "internal", "answered its start with an error: no list today"),
     ],
 )
 async def test_a_server_that_breaks_its_start_is_a_failure(
@@ -272,6 +279,7 @@ async def test_a_server_that_breaks_its_start_is_a_failure(
     [
         ("notifies", "internal", "sent more than 32 MiB at once"),
         ("internal", "internal", "with an error: cannot do that"),
+        ("unknown", "internal", "with an error: cannot do that"),
         ("no result", "internal", "failed at the tool 'a'"),
         ("wrong", "", "error: cannot do that"),
         ("greets", "", "done"),
@@ -297,6 +305,7 @@ async def test_answers_of_a_server_are_checked(
         ("broken", "internal", "OSError: no disk"),
         ("by_mistake", "internal", "amounts are positive"),
         ("never", "timeout", "has not judged within env.timeout_s=2 s"),
+        ("swallows", "lost", "ended with code 7"),
     ],
 )
 async def test_a_verifier_that_fails_is_a_failure(
