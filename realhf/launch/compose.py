@@ -342,10 +342,6 @@ def _find_environment(values: dict[str, str], config_dir: Path, own_file: Path) 
     listed = values["env.mix"].strip()
     if not (listed.startswith("[") and listed.endswith("]")):
         raise ConfigError(f"env.mix={listed}: give a list, such as [sql,countdown]")
-    if not listed.strip("[], "):
-        raise ConfigError(
-            "env.mix is empty: name two environments or more, such as [sql,countdown]"
-        )
     reference = mixture_reference([text.strip(" '\"") for text in listed[1:-1].split(",")])
     if not split_mixture(reference):
         raise ConfigError(f"env.mix={listed}: name at least two environments")
