@@ -15,15 +15,14 @@ from realhf.api.tool_syntax.calls import (
     build_call,
     check_name,
 )
-from realhf.api.tool_syntax.json_values import check_value, read_json, skip_space
-from realhf.api.tool_syntax.nested_values import read_nested
+from realhf.api.tool_syntax.json_values import check_value, skip_space
+from realhf.api.tool_syntax.nested_values import read_nested, read_word
 from realhf.api.tool_syntax.tags import Tags
 
 _TAGS = Tags("<|channel>thought", "<channel|>", "<|tool_call>", "<tool_call|>")
 _QUOTE = '<|"|>'
 _HEAD = re.compile(rf"\s*call:({NAME})\s*(?=\{{)")
 _KEY = re.compile(r"[^\s:{}\[\],<>|\"](?:[^:{}\[\],<>|\"\n]*[^\s:{}\[\],<>|\"])?")
-_WORD = re.compile(r"[A-Za-z0-9+.\-]+")
 _CONSTANTS = {"true": True, "false": False, "null": None, "None": None}
 
 
@@ -104,15 +103,7 @@ def _read_scalar(text: str, start: int) -> tuple[Any, int]:
     """Parse a string, a number or a constant; see ``Read``."""
     if text.startswith(_QUOTE, start):
         return _read_string(text, start)
-    match = _WORD.match(text, start)
-    if match is None:
-        raise CallProblem(f"no value at character {start}")
-    if match[0] in _CONSTANTS:
-        return _CONSTANTS[match[0]], match.end()
-    value, end = read_json(match[0], 0)
-    if end != len(match[0]):
-        raise CallProblem(f"no value, but {match[0][:64]!r}")
-    return value, match.end()
+    return read_word(text, start, _CONSTANTS)
 
 
 def _read_string(text: str, start: int) -> tuple[str, int]:

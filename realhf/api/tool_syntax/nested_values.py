@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from realhf.api.tool_syntax.calls import CallProblem
-from realhf.api.tool_syntax.json_values import MAX_DEPTH, build_object, skip_space
+from realhf.api.tool_syntax.json_values import MAX_DEPTH, build_object, read_json, skip_space
 
 Read = Callable[[str, int], tuple[Any, int]]
 """Function that parses what starts at a position: (text, position) -> (value, position after it).
 It raises CallProblem."""
+
+
+_WORD = re.compile(r"[A-Za-z0-9+.\-]+")
+"""A number, or the name of a constant."""
+
+
+def read_word(text: str, start: int, constants: Mapping[str, Any]) -> tuple[Any, int]:
+    """Parse a number or one of ``constants``, which maps names to values; see ``Read``."""
+    match = _WORD.match(text, start)
+    if match is None:
+        raise CallProblem(f"no value at character {start}")
+    if match[0] in constants:
+        return constants[match[0]], match.end()
+    value, end = read_json(match[0], 0)
+    if end != len(match[0]):
+        raise CallProblem(f"no value, but {match[0][:64]!r}")
+    return value, match.end()
 
 
 def read_items(text: str, start: int, closing: str, read: Read) -> tuple[list[Any], int]:

@@ -24,11 +24,10 @@ from realhf.api.tool_syntax.calls import (
 from realhf.api.tool_syntax.json_values import (
     build_object,
     check_value,
-    read_json,
     skip_space,
     write_json,
 )
-from realhf.api.tool_syntax.nested_values import read_items, read_nested, read_pair
+from realhf.api.tool_syntax.nested_values import read_items, read_nested, read_pair, read_word
 from realhf.api.tool_syntax.tags import THINK_TAGS, Tags
 
 _TAGS = Tags(call="<|tool_call_start|>", call_end="<|tool_call_end|>")
@@ -37,7 +36,6 @@ _WRAPPING = ("<|python_start|>", "<|python_end|>")
 _LIST_START = re.compile(rf"\[\s*{NAME}\(")
 _CALL = re.compile(rf"({NAME})\(")
 _KEY = re.compile(r"[^\W\d]\w*")
-_WORD = re.compile(r"[A-Za-z0-9+.\-]+")
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"' + r"|'[^'\\]*(?:\\.[^'\\]*)*'", re.DOTALL)
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
 _ESCAPED = {
@@ -184,15 +182,7 @@ def _read_scalar(text: str, start: int) -> tuple[Any, int]:
     """Parse a string, a number or a constant; see ``nested_values.Read``."""
     if text[start : start + 1] in ("'", '"'):
         return _read_string(text, start)
-    match = _WORD.match(text, start)
-    if match is None:
-        raise CallProblem(f"no value at character {start}")
-    if match[0] in _CONSTANTS:
-        return _CONSTANTS[match[0]], match.end()
-    value, end = read_json(match[0], 0)
-    if end != len(match[0]):
-        raise CallProblem(f"no value, but {match[0][:64]!r}")
-    return value, match.end()
+    return read_word(text, start, _CONSTANTS)
 
 
 def _read_string(text: str, start: int) -> tuple[str, int]:

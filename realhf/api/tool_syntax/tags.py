@@ -19,6 +19,10 @@ ReadCall = Callable[[str, int, int], tuple[list[ToolCall], int]]
 calls) -> (calls, position after them)."""
 
 
+_MAX_READS = 8 * MAX_CALLS
+"""Maximum number of calls that are parsed in a turn, with those that turn out to be reasoning."""
+
+
 class Tags:
     """The tags of a syntax.
 
@@ -72,6 +76,7 @@ class Tags:
         thoughts: list[str] = []
         words: list[str] = []
         calls: list[ToolCall] = []
+        n_reads = 0
         place = reasoning_end = 0
         while match is not None:
             words.append(text[place : match.start()])
@@ -86,7 +91,9 @@ class Tags:
                 calls = []
                 reasoning_end = match.start()
             elif match[0] == self.call and read is not None:
-                if len(calls) >= MAX_CALLS:
+                # A closing tag of reasoning discards calls, but not the time that they have cost.
+                n_reads += 1
+                if len(calls) >= MAX_CALLS or n_reads > _MAX_READS:
                     calls.append(surplus_call(text[match.start() :], len(calls)))
                     place = len(text)
                 else:

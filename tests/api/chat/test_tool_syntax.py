@@ -225,6 +225,7 @@ REPEATED = [
     '<|tool_call>call:f{a:<|"|>', "<|tool_call_begin|>f:0", "<|tool_call_argument_begin|>",
     "<|tool_calls_section_begin|>", "<｜DSML｜invoke name=\"f\">", '<｜DSML｜parameter name="x" string="true">',
     "<｜tool▁call▁begin｜>f<｜tool▁sep｜>", "[TOOL_CALLS]", "[TOOL_CALLS]f[ARGS]", "[TOOL_CALLS][", "[THINK]",
+    "<tool_call>f<arg_key>x</arg_key><arg_value></think>",
     "<tool_call>f<arg_key>", "<tool_call>f<arg_key>x</arg_key><arg_value>", "[f(", "[f(x=[", "f(x='", "[f(), ",
     "<|tool_call_start|>[f(", "<tool_call>", "</tool_call>", '<tool_call>{"a": "', "{", "[", '"', "\\", "'", "(", " ",
     "\n", "a", "<", "é", "functions.", ":1", ",",
