@@ -277,7 +277,12 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
     async def handle_async_request(self, request: Any) -> Any:
         """Send a request and return the response. Reading more than the bound of its body raises
         httpx2.ReadError."""
+        # The bound counts bytes as they are sent; compressed ones could grow a thousandfold.
+        request.headers["Accept-Encoding"] = "identity"
         response = await super().handle_async_request(request)
+        if response.headers.get("content-encoding", "identity") != "identity":
+            await response.aclose()
+            raise httpx2.ReadError("the answer is compressed, though that was not accepted")
         response.stream = _BoundedStream(self, response.stream)
         return response
 

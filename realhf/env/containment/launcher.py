@@ -63,16 +63,13 @@ def _enter_namespaces(libc: ctypes.CDLL, *, network: bool) -> None:
     """Move this process to namespaces of its own. Returns in a child, which is the first process of
     its namespace, so that the kernel ends all others with it; the parent waits for its end."""
     flags = _CLONE_NEWUSER | _CLONE_NEWPID | _CLONE_NEWIPC | (0 if network else _CLONE_NEWNET)
-    user, group = os.getuid(), os.getgid()
-    isolated = libc.unshare(flags) == 0
-    if not isolated and not network:
-        _refuse(
-            f"it cannot be kept from the network here: unshare: {os.strerror(ctypes.get_errno())}"
-        )
+    user = os.getuid()
+    group = os.getgid()
+    if libc.unshare(flags) != 0:
+        what = "other processes" if network else "the network"
+        _refuse(f"it cannot be kept from {what} here: unshare: {os.strerror(ctypes.get_errno())}")
     # A change of the user namespace clears it.
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if not isolated:
-        return
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{user} {user} 1"),

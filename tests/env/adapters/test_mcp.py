@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import shlex
 import socket
@@ -428,3 +429,27 @@ def test_env_check_finds_nothing_wrong(folder: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_sdk
+async def test_a_compressed_answer_is_refused(folder: Path) -> None:
+    """A few kilobytes of it could fill the memory of the trainer."""
+    asked: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        body = gzip.compress(bytes(1 << 20))
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\n"
+            b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        spec = build(folder, f"mcp:http://127.0.0.1:{port}/mcp", files=[], start_timeout_s=20.0)
+        async with episode(spec) as (environment, row):
+            failure = await failed(environment.reset(row, seed=0))
+    assert failure.kind == "lost" and "compressed" in str(failure)
+    assert b"accept-encoding: identity" in asked[0].lower()
