@@ -111,6 +111,11 @@ def test_arguments_keep_their_types(name: str, note: str | None) -> None:
         "content": "",
         "tool_calls": [{"type": "function", "function": function}],
     }
+    if name == "lfm2.5" and "'" in (note or ""):
+        # Its template puts texts between quotes without escaping theirs.
+        with pytest.raises(ChatTemplateError, match="sees a mistake: neither ',' nor '\\)'"):
+            chat.encode_turn(message, tools)
+        return
     (read,) = chat.parse(chat.encode_turn(message, tools), tools).tool_calls
     assert calls_of(read) == ("order", arguments)
 
