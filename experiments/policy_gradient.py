@@ -744,12 +744,12 @@ def stream_rollouts(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
     episodes = replace(episodes, sessions=rollout_options(config, config.ppo.group_size).sessions)
     sessions = episodes.sessions // options.n_rollout_workers
     if sessions < config.ppo.group_size:
+        pool = f": {spec.environment.section}.pool_size" if spec.environment else ""
         raise ConfigError(
             f"{episodes.sessions} episodes at once: each of "
             f"async_rl.n_rollout_workers={options.n_rollout_workers} "
             f"needs ppo.group_size={config.ppo.group_size} of them (rollout.sessions, and what the "
-            f"environment allows: "
-            "for AWS env.pool_size)"
+            f"environment allows{pool})"
         )
     rollout = RolloutSpec(
         "actor", tuple(rollout_calls), episodes, options, sessions, agent=resolve_agent(config)
@@ -793,7 +793,12 @@ def add_turn_rewards(mfcs: list[MFCDef]) -> list[MFCDef]:
 
 def evaluate_episodes(config: sft.Config) -> EvaluationSpec:
     """Return the evaluation on held-out tasks of an experiment that plays no other episodes."""
-    args = rollout_options(config, group_size=1).to_args()
+    rollouts = rollout_options(config, group_size=1)
+    # The shares of a mixture are about the groups of training.
+    options = {k: v for k, v in rollouts.environment_options.items() if k != "weights"}
+    if chosen_environment(config.env).spec.parts:
+        rollouts = replace(rollouts, environment_options=options)
+    args = rollouts.to_args()
     playing = step_call(
         config,
         "actor_gen",

@@ -386,6 +386,8 @@ class EnvironmentService:
     """Address that the server listens on."""
     port: int = 0
     """Port that the server listens on; 0 for any free port."""
+    section: str = "env"
+    """Section of the configuration with the options that become ``argv``, for messages."""
 
 
 @dataclass(frozen=True)
@@ -405,7 +407,8 @@ class EnvironmentSpec:
     concurrency: int | None = None
     """Maximum number of open instances per process; None for no limit."""
     deterministic: bool = True
-    """Whether the same task, seed and messages give the same turns."""
+    """Whether the same task, seed and messages give the same turns; for a mixture, in all of its
+    environments (see ``is_deterministic``)."""
     demonstrate: Callable[[DemonstrationRequest], Iterable[Demonstration]] | None = None
     """Yield scripted episodes for the warm start of a policy. None if there is no scripted solver,
     or if ``demonstrations`` names a program."""
@@ -430,6 +433,12 @@ class EnvironmentSpec:
     """Play what proves that a task can be solved and pays for nothing else, such as its own
     solution, and return what is wrong. ``check`` calls it for every task. None if there is nothing
     to play beyond the demonstrations."""
+
+    def is_deterministic(self, task: Task) -> bool:
+        """Return whether the environment that plays ``task`` gives the same turns for the same
+        messages."""
+        part = self.parts.get(task.environment)
+        return self.deterministic if part is None else part.spec.deterministic
 
 
 @dataclass(frozen=True)

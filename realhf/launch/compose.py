@@ -24,6 +24,7 @@ from realhf.api.option import NamedOption, sections, walk
 from realhf.base.installation import CONFIGS
 from realhf.base.plugin import absolute_reference
 from realhf.env.loader.mixture import mixture_reference, split_mixture
+from realhf.env.loader.reference import absolute_environment
 from realhf.launch.checks import BUILTIN, choose_engine, is_builtin, start_untrained
 from realhf.launch.plugins import (
     ExperimentFile,
@@ -311,7 +312,8 @@ def _find_component(
     name = option
     option = f"{section}.{option}"
     if option in values:
-        values[option] = absolute_reference(values[option].strip("'\""))
+        make_absolute = absolute_environment if section == "env" else absolute_reference
+        values[option] = make_absolute(values[option].strip("'\""))
         return values[option]
     choice = values.get(section, "")
     registered = choice if section == "env" and choice in environments else None

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.config import AsyncConfig, RecoverMode
+from realhf.api.environment import EnvironmentService
 from realhf.api.experiment import ExperimentSpec, JobSpec, RunPlan
 from realhf.base import process_clock
 from realhf.base.loopback import free_port, is_loopback_host
@@ -68,11 +69,12 @@ MEMORY_ADVICE_BY_KIND = {
     "model_worker": MEMORY_ADVICE,
     "generation": "lower rollout.sessions or rollout.max_total_tokens, or take a smaller model",
     "rollout_worker": "lower rollout.sessions or rollout.max_total_tokens",
-    "env": "lower env.pool_size",
+    "env": "lower {section}.pool_size",
 }
 """Advice about a worker that was killed for lack of memory, by kind of worker."""
-SECTIONS = {"env": "env", "trajectory": "stream"}
-"""Configuration section from which each kind of server gets its command-line flags."""
+_SECTIONS = {"env": "env", "trajectory": "stream"}
+"""Configuration section from which each kind of server gets its command-line flags, unless its
+``EnvironmentService`` names another one."""
 
 
 class LaunchError(RuntimeError):
@@ -261,6 +263,7 @@ def _run_once(
                     display,
                     supervisor,
                     plan.spec.run_dir,
+                    plan.spec.environment,
                 )
                 pending_exits.clear()
             if plan.spec.rollout is not None and summary is None:
@@ -284,6 +287,7 @@ def _replace_workers(
     display: Display,
     supervisor: WorkerSupervisor,
     run_dir: Path,
+    environment: EnvironmentService | None = None,
 ) -> None:
     """Restart the workers that have ended, and report each death on the display and in the run
     folder.
@@ -299,7 +303,7 @@ def _replace_workers(
     ]
     for exit_ in exits:
         spec = successors[exit_.name]
-        message = failure_message(exit_)
+        message = failure_message(exit_, environment)
         start_error = ""
         if vital_names and exit_.name not in vital_names:
             consequence = f"the run cannot continue without {vital_names[0]}"
@@ -334,9 +338,9 @@ def _replace_workers(
         )
 
 
-def failure_message(exit_: WorkerExit) -> str:
+def failure_message(exit_: WorkerExit, environment: EnvironmentService | None = None) -> str:
     """Return a line that explains an exit, followed by the last lines of the log if the cause is
-    not known."""
+    not known. ``environment``: the run's environment server, if it has one."""
     where = f"(log: {exit_.log})"
     cause = (
         find_failure_cause(exit_.log, exit_.log_from, exit_.last_words)
@@ -344,7 +348,9 @@ def failure_message(exit_: WorkerExit) -> str:
         else None
     )
     kind = exit_.name.partition("/")[0]
-    section = SECTIONS.get(kind)
+    section = _SECTIONS.get(kind)
+    if kind == "env" and environment is not None:
+        section = environment.section
     # Replace a server's flags (--pool-size) with the options that set them (env.pool_size).
     if cause and section:
         cause = re.sub(
@@ -353,7 +359,8 @@ def failure_message(exit_: WorkerExit) -> str:
     if cause:
         return f"{exit_.name} failed: {cause} {where}"
     if exit_.cause.startswith(OOM_KILLED):
-        return f"{exit_.name} was {exit_.cause}; {MEMORY_ADVICE_BY_KIND.get(kind, 'give it more')} {where}"
+        advice = MEMORY_ADVICE_BY_KIND.get(kind, "give it more").format(section=section)
+        return f"{exit_.name} was {exit_.cause}; {advice} {where}"
     log_lines = "\n".join(
         f"  | {line}" for line in read_log_lines(exit_.log, TAIL_LINES, exit_.log_from)
     )

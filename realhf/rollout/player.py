@@ -78,7 +78,6 @@ class SlotEnvironment:
         make: Function that returns a new instance.
         message_timeout_s: Timeout of a reset or a step, in seconds.
         patience_s: Seconds to wait, each time, for a service that is unreachable or full.
-        deterministic: Whether a lost episode may be resumed.
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class SlotEnvironment:
         *,
         message_timeout_s: float,
         patience_s: float,
-        deterministic: bool,
     ) -> None:
         self.failures: Counter[str] = Counter()
         """Number of failures in this episode by kind, including those that a retry or a resumption
@@ -99,7 +97,7 @@ class SlotEnvironment:
         self._make = make
         self._timeout_s = message_timeout_s
         self._patience_s = patience_s
-        self._deterministic = deterministic
+        self._deterministic = True
         self._env: Environment | None = None
         self._retries = 0
         self._task: Mapping[str, Any] = {}
@@ -108,11 +106,13 @@ class SlotEnvironment:
         self._history: list[tuple[AssistantMessage, Turn]] = []
         """The turns of this episode so far, for a replay."""
 
-    def prepare(self, retries: int) -> None:
-        """Reset the counters for a new episode, which may be resumed up to ``retries`` times."""
+    def prepare(self, retries: int, *, deterministic: bool = True) -> None:
+        """Reset the counters for a new episode, which may be resumed up to ``retries`` times; once
+        it has begun, only if its environment is ``deterministic``."""
         self.failures = Counter()
         self.resumed = 0
         self._retries = retries
+        self._deterministic = deterministic
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         """Start an episode, after waiting for a service that is unreachable or full. Raises
@@ -489,6 +489,7 @@ class EpisodePlayer:
         self.size = size
         self.slots = range(first_slot, first_slot + size)
         self._agent = agent
+        self._is_deterministic = spec.is_deterministic
         self._retries = retries
         self._envs = {
             slot: SlotEnvironment(
@@ -496,7 +497,6 @@ class EpisodePlayer:
                 lambda: spec.make(address if isinstance(address, str) else address()),
                 message_timeout_s=message_timeout_s,
                 patience_s=patience_s,
-                deterministic=spec.deterministic,
             )
             for slot in self.slots
         }
@@ -577,7 +577,7 @@ class EpisodePlayer:
         """Play an episode until it is valid or the retries are used up."""
         env = self._envs[slot]
         for attempt in range(1 + self._retries):
-            env.prepare(self._retries)
+            env.prepare(self._retries, deterministic=self._is_deterministic(request.task))
             try:
                 outcome = await self._agent.play(env, request, tokens, slot)
             finally:

@@ -236,7 +236,6 @@ def slot(opening: Any, answer: Any = ()) -> str:
         limits: dict[str, Any] = {
             "message_timeout_s": 5.0,
             "patience_s": 0.0,
-            "deterministic": True,
         }
         environment = SlotEnvironment("raw", lambda: Raw(opening, answer), **limits)
         environment.prepare(0)

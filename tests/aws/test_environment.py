@@ -71,7 +71,6 @@ def slot(url: str, retries: int, *, message_timeout_s: float = 60.0) -> SlotEnvi
         lambda: AwsEnvironment(url),
         message_timeout_s=message_timeout_s,
         patience_s=2.0,
-        deterministic=True,
     )
     env.prepare(retries)
     return env

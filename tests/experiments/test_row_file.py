@@ -145,6 +145,10 @@ def test_tokens_are_kept_for_the_same_file_options_and_tokenizer(rows: dict[str,
             "experiment=sft dataset.path={sft} dataset.held_out=0.5 exp_ctrl.keep_best=true",
             r"exp_ctrl\.keep_best=true: experiment sft has no held-out evaluation",
         ),
+        (
+            "experiment=sft dataset.path={sft} env.mix=[sql,countdown] env.weights=[2,1]",
+            r"option env\.weights has no effect in experiment sft",
+        ),
         ("experiment=sft env=countdown mode=show", r"mode=show: experiment sft trains on no file"),
     ],
 )

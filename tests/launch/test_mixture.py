@@ -128,6 +128,15 @@ def test_options_of_a_mixture_without_one_are_refused():
 
 
 @pytest.mark.slow
+def test_the_sessions_of_a_server_are_an_option_of_its_environment():
+    own = ("experiment=grpo_async", "actor.path=builtin_tiny", "async_rl.n_rollout_workers=3")
+    mixed = error(*own, "env.mix=[aws,sql]", "env.of.aws.pool_size=4")
+    assert mixed.endswith("and what the environment allows: env.of.aws.pool_size)")
+    alone = error(*own, "env=sql", "rollout.sessions=4")
+    assert alone.endswith("(rollout.sessions, and what the environment allows)")
+
+
+@pytest.mark.slow
 def test_supervised_training_on_a_mixture_has_no_shares():
     sft = ("experiment=sft", "env.mix=[sql,countdown]", "actor.path=builtin")
     (demonstrations, _) = built(*sft, "env.of.sql.groups=[join]").spec.jobs

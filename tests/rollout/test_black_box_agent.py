@@ -51,7 +51,6 @@ async def play(
         lambda: AwsEnvironment(server.url),
         message_timeout_s=5.0,
         patience_s=0.0,
-        deterministic=True,
     )
     env.prepare(retries)
     try:

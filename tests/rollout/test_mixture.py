@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from realhf.api.environment import Task, TaskLimits
+from realhf.api.environment import EnvironmentFailure, EnvironmentPart, Task, TaskLimits
 from realhf.api.evaluation import EpisodeResult, evaluation_report
 from realhf.api.model import GenRequest
 from realhf.api.rollout import RolloutOutcome
@@ -24,7 +24,7 @@ from realhf.rollout.openai_requests import OpenAiMessage
 from realhf.rollout.openai_sessions import OpenAiSessions
 from realhf.rollout.player import EpisodePlayer, TurnAgent
 from tests.monitor.rollouts.made_rollouts import outcome
-from tests.rollout.scripted_environment import Words, World
+from tests.rollout.scripted_environment import Scripted, Words, World
 from tests.rollout.word_chat import WordChat
 
 LIMITS = EpisodeLimits(max_turns=4, max_total_tokens=500, turn_tokens=20)
@@ -52,6 +52,26 @@ def test_an_episode_ends_at_the_limits_of_its_environment(limits, turns, status)
     (ended,) = played.outcomes
     assert (len(ended.turns), ended.status, ended.environment) == (turns, status, "words")
     assert ended.out_of_turns is (status == "max_turns"), "the limit is one that can be raised"
+
+
+async def test_a_lost_episode_is_resumed_if_its_own_environment_is_deterministic():
+    def lose_once(env: Scripted, message: Any) -> Any:
+        return left.pop() if left else None
+
+    for name, resumed in (("words", True), ("network", False)):
+        left = [EnvironmentFailure("lost", "gone")]
+        spec = World(lose_once).spec(deterministic=False)
+        parts = {
+            each: EnvironmentPart(replace(spec, deterministic=each == "words"), 0.5)
+            for each in ("words", "network")
+        }
+        player = EpisodePlayer(
+            replace(spec, parts=parts), "", TurnAgent(WordChat(), LIMITS, ""), 1, retries=1
+        )
+        task = Task("t", payload={"text": "do"}, environment=name)
+        played = await player.play_and_close([EpisodeRequest(0, task)], Words())
+        assert played.outcomes[0].status == "finished"
+        assert played.retried == {"resumed" if resumed else "lost": 1}
 
 
 def test_the_endpoint_of_an_agent_has_the_limits_of_the_environment():

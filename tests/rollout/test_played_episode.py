@@ -154,9 +154,7 @@ async def play(
     **task: Any,
 ) -> RolloutOutcome:
     spec = (world or World()).spec()
-    env = SlotEnvironment(
-        spec.name, lambda: spec.make(""), message_timeout_s=5.0, patience_s=0.0, deterministic=True
-    )
+    env = SlotEnvironment(spec.name, lambda: spec.make(""), message_timeout_s=5.0, patience_s=0.0)
     speaker = Conversation(WordChat(), limits, engine, slot=4, seed=77)
     wanted = EpisodeRequest(
         0, Task("t-1", "easy", {"text": "do it", **task}, seed=11, max_turns=turns)

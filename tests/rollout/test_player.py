@@ -238,10 +238,12 @@ FAILED = {
 }
 
 
-def slot(world: World, retries: int = 0, **options: Any) -> SlotEnvironment:
-    options = {"message_timeout_s": 5.0, "patience_s": 0.0, "deterministic": True, **options}
+def slot(
+    world: World, retries: int = 0, *, deterministic: bool = True, **options: Any
+) -> SlotEnvironment:
+    options = {"message_timeout_s": 5.0, "patience_s": 0.0, **options}
     env = SlotEnvironment("scripted", lambda: Scripted(world), **options)
-    env.prepare(retries)
+    env.prepare(retries, deterministic=deterministic)
     return env
 
 
@@ -362,7 +364,6 @@ async def test_closing_is_bounded_and_never_raises() -> None:
         lambda: Stubborn(world),
         message_timeout_s=1.0,
         patience_s=0.0,
-        deterministic=True,
     )
     await env.reset({}, seed=1)
     await env.close()

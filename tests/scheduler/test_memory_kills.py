@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from realhf.api.environment import EnvironmentService
 from realhf.launch.processes import failure_message
 from realhf.scheduler import local
 from realhf.scheduler.base import WorkerExit
@@ -103,6 +104,9 @@ def test_the_options_that_help_a_worker_of_the_kind_are_named(tmp_path: Path) ->
         "mb_spec.max_tokens_per_mb" in said["model_worker/0"] and "env.pool_size" in said["env/0"]
     )
     assert "\n" not in said["model_worker/0"], "the end of a log says nothing about it"
+    server = EnvironmentService("some.module", section="env.of.aws")
+    mixed = failure_message(WorkerExit("env/0", -9, tmp_path / "log", 0, cause), server)
+    assert "lower env.of.aws.pool_size" in mixed
 
 
 @pytest.fixture

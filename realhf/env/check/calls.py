@@ -30,7 +30,7 @@ from realhf.api.environment import Environment, EnvironmentFailure
 from realhf.base.installation import PACKAGE
 from realhf.base.plugin import split_reference
 from realhf.env.check.report import fault_key, quote
-from realhf.env.loader.load import split_scheme
+from realhf.env.loader.reference import split_scheme
 from realhf.env.loader.validation import BrokenContract
 
 _DUMPED_FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$')

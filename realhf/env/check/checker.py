@@ -62,7 +62,8 @@ from realhf.env.check.report import (
 )
 from realhf.env.check.task_sets import TaskSetChecker
 from realhf.env.containment.sandbox import die_with_parent
-from realhf.env.loader.load import build_environment, passport_file, split_scheme
+from realhf.env.loader.load import build_environment, passport_file
+from realhf.env.loader.reference import split_scheme
 
 T = TypeVar("T")
 _MAX_ERROR_CHARS = 1000
@@ -304,7 +305,7 @@ class Checker:
         watchdog.stop()
         self._report(
             ABOUT,
-            {FINGERPRINTS: fingerprints(run.transcripts) if run.harness.spec.deterministic else {}},
+            {FINGERPRINTS: fingerprints(run.repeatable)},
         )
         self._report(ABOUT, {"tools": [*run.harness.tools.values()]})
 

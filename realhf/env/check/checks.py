@@ -64,6 +64,13 @@ class CheckRun:
     """Mean processor time of a turn in seconds."""
 
     @property
+    def repeatable(self) -> Mapping[str, Sequence[Any]]:
+        """Transcripts of the cases whose environment is declared to be deterministic."""
+        is_deterministic = self.harness.spec.is_deterministic
+        keys = [case.key for case in self.cases() if is_deterministic(case.task)]
+        return {key: self.transcripts[key] for key in keys if key in self.transcripts}
+
+    @property
     def scripts(self) -> Sequence[Demonstration]:
         """Demonstrations to play."""
         return self.demonstrations.played
@@ -127,7 +134,7 @@ async def check_determinism(run: CheckRun) -> str:
             break
         try:
             alone = run.transcripts[case.key] = (await harness.play(case)).transcript
-            if not harness.spec.deterministic:
+            if not harness.spec.is_deterministic(case.task):
                 continue
             again = (await harness.play(case)).transcript
             reused = (await harness.play(case, unfinished=unfinished, turns=1)).transcript
@@ -147,9 +154,9 @@ async def check_determinism(run: CheckRun) -> str:
         place = harness.place(None, "reset")
         harness.add(Finding("determinism", what, mend, place, case.task.id, kind=kind))
     run.busy_s = (time.process_time() - busy_s) / max(1, harness.turns - turns)
-    if not harness.spec.deterministic:
+    if cases and not any(harness.spec.is_deterministic(case.task) for case in cases):
         return "declared not to be deterministic"
-    return f"{format_count(len(run.transcripts), 'episode')}, played three times"
+    return f"{format_count(len(run.repeatable), 'episode')}, played three times"
 
 
 async def check_instances(run: CheckRun) -> str:
@@ -164,7 +171,7 @@ async def check_instances(run: CheckRun) -> str:
     waiting = MAX_THREADS * half_s / max(harness.slowest_s, 1e-6)
     bearable = max(2, int(min(half_s / max(run.busy_s, 1e-6), waiting)))
     count = min(requested, harness.spec.concurrency or requested, bearable)
-    alone = run.transcripts if harness.spec.deterministic and run.comparable else {}
+    alone = run.repeatable if run.comparable else {}
     turns = await check_concurrency(harness, run.cases(), alone, count)
     return f"{count} at once, {turns:,.0f} turns per second"
 

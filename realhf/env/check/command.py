@@ -45,7 +45,8 @@ from realhf.env.check.report import (
     quote,
 )
 from realhf.env.check.supervisor import CheckSupervisor
-from realhf.env.loader.load import parse_options, split_scheme
+from realhf.env.loader.load import parse_options
+from realhf.env.loader.reference import split_scheme
 from realhf.registry import environments
 
 _NAME_WIDTH = 16

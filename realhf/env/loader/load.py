@@ -17,11 +17,12 @@ from realhf.api.environment import EnvironmentDefinition, EnvironmentSpec
 from realhf.api.option import problems, with_path, with_section
 from realhf.api.passport import ENDING
 from realhf.base.dataclass_json import to_json_value
-from realhf.base.plugin import absolute_reference, import_user_code, load_reference, split_reference
+from realhf.base.plugin import import_user_code, load_reference, split_reference
 from realhf.base.text import suggest_names
 from realhf.env.loader.author import NoOptions, format_error, source_location
 from realhf.env.loader.mixture import define_mixture, name_members, split_mixture
 from realhf.env.loader.multi_turn import build_message_class
+from realhf.env.loader.reference import absolute_environment, split_scheme
 from realhf.env.loader.single_turn import build_verifier, is_verifier
 from realhf.env.loader.tool_env import build_tool_class
 from realhf.env.loader.validation import coerce
@@ -66,18 +67,6 @@ EXPECTED = (
 """Supported kinds of objects, for error messages."""
 MAX_PROBLEMS = 8
 """Maximum number of option errors listed in one message."""
-
-
-SCHEMES = frozenset({"harbor", "mcp"})
-"""Registered environments that a reference may name together with the option that they need, such
-as ``harbor:FOLDER`` and ``mcp:COMMAND``."""
-
-
-def split_scheme(reference: str) -> tuple[str, str] | None:
-    """Return (registered name, value of the option that it needs) of a reference such as
-    ``harbor:FOLDER``; None for any other reference."""
-    name, colon, value = reference.partition(":")
-    return (name, value.strip()) if colon and name in SCHEMES else None
 
 
 def load_definition(reference: str) -> EnvironmentDefinition:
@@ -282,7 +271,7 @@ def environment_section(reference: str) -> type[Any]:
         about = "The environments of env.mix, which sets this option."
         return with_path(load_definition(reference).options, reference, about)
     about = "The environment: a registered name, or FILE.py:Name for one of your own."
-    return with_path(load_definition(reference).options, absolute_reference(reference), about)
+    return with_path(load_definition(reference).options, absolute_environment(reference), about)
 
 
 def with_environment(config: type[C], reference: str) -> type[C]:

@@ -13,11 +13,11 @@ it: ``sql`` and ``Mine``. ``[easy=countdown,hard=countdown]`` gives the names it
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, make_dataclass, replace
+from dataclasses import dataclass, fields, make_dataclass, replace
 from functools import partial
 from keyword import iskeyword
-from pathlib import Path
 from typing import Any
 
 from realhf.api.environment import (
@@ -28,15 +28,17 @@ from realhf.api.environment import (
     EnvironmentDefinition,
     EnvironmentFailure,
     EnvironmentPart,
+    EnvironmentService,
     EnvironmentSpec,
     Opening,
     Task,
     TaskLimits,
+    TaskRemark,
     TaskSet,
     Turn,
 )
 from realhf.api.option import option, section
-from realhf.base.plugin import absolute_reference, split_reference
+from realhf.env.loader.reference import absolute_environment, name_environment
 from realhf.env.loader.tasks import ONE_GROUP
 
 _OVERALL = "overall"
@@ -51,10 +53,8 @@ def mixture_reference(members: Sequence[str]) -> str:
     """Return the reference of the mixture of these environments, with absolute file paths. Each is
     a reference, or ``NAME=REFERENCE``."""
     parts = [_split_member(text.strip()) for text in members]
-    texts = [
-        f"{name}={absolute_reference(r)}" if name else absolute_reference(r) for name, r in parts
-    ]
-    return f"[{','.join(texts)}]"
+    texts = [(name, absolute_environment(reference)) for name, reference in parts]
+    return "[{}]".format(",".join(f"{name}={text}" if name else text for name, text in texts))
 
 
 def split_mixture(reference: str) -> tuple[str, ...]:
@@ -69,15 +69,14 @@ def name_members(members: Sequence[str]) -> dict[str, str]:
     """Return the references of a mixture's environments by their names.
 
     ``members``: see ``mixture_reference``. An environment of one's own that is given no name has
-    the last part of its reference: ``Mine`` for ``mine.py:Mine``, ``mine`` for ``mine.py``. Raises
-    ValueError for fewer than two environments, for a repeated name, and for a name that cannot be
-    part of an option's name.
+    the last part of its reference: ``Mine`` for ``mine.py:Mine``, ``mine`` for ``mine.py``,
+    ``tasks`` for ``harbor:tasks``. Raises ValueError for fewer than two environments, for a
+    repeated name, and for a name that cannot be part of an option's name.
     """
     named: dict[str, str] = {}
     for text in members:
         name, reference = _split_member(text)
-        parts = split_reference(reference)
-        name = name or parts.name or (Path(parts.place).stem if parts.place else reference)
+        name = name or name_environment(reference)
         if not name.isidentifier() or iskeyword(name) or name == _OVERALL:
             raise ValueError(
                 f"{reference}: {name!r} cannot be its name in the mixture, where options and "
@@ -216,7 +215,7 @@ def _build_mixture(
         try:
             spec = definition.build(getattr(options.of, name))
         except ValueError as error:
-            raise ValueError(f"env.of.{name}: {error}") from error
+            raise ValueError(_rename_options(str(error), name, definition.options)) from error
         limits = getattr(options.limits, name)
         parts[name] = EnvironmentPart(
             spec,
@@ -226,6 +225,14 @@ def _build_mixture(
             ),
         )
     return mix_environments(parts)
+
+
+def _rename_options(problem: str, name: str, options: type[Any]) -> str:
+    """Return an error message of the environment ``name`` with the names that its options have in
+    the mixture."""
+    own = "|".join(each.name for each in fields(options)) or "$."
+    renamed = re.sub(rf"\benv\.(?=(?:{own})\b)", f"env.of.{name}.", problem)
+    return renamed if renamed != problem else f"env.of.{name}: {problem}"
 
 
 def mix_environments(parts: Mapping[str, EnvironmentPart]) -> EnvironmentSpec:
@@ -249,10 +256,24 @@ def mix_environments(parts: Mapping[str, EnvironmentPart]) -> EnvironmentSpec:
         if all(spec.demonstrate is not None for spec in specs.values())
         else None,
         deterministic=all(spec.deterministic for spec in specs.values()),
-        launch=specs[served[0]].launch if served else None,
+        launch=_rename_section(specs[served[0]].launch, served[0]) if served else None,
         tools=tuple(tools.values()),
         parts=parts,
+        examine=partial(_examine, specs)
+        if any(spec.examine is not None for spec in specs.values())
+        else None,
     )
+
+
+def _rename_section(service: EnvironmentService | None, name: str) -> EnvironmentService | None:
+    """Return a service whose options stand under the name of its environment in the mixture."""
+    return service and replace(service, section=f"env.of.{name}")
+
+
+async def _examine(specs: Mapping[str, EnvironmentSpec], task: Task) -> Sequence[TaskRemark]:
+    """Let the task's own environment examine it, if it examines tasks."""
+    examine = specs[task.environment].examine
+    return [] if examine is None else await examine(_unlabel_task(task))
 
 
 def _demonstrate(
@@ -334,13 +355,14 @@ def own_payload(task: Task) -> Mapping[str, Any]:
     return task.payload[TASK_KEY] if task.environment else task.payload
 
 
-def _label_task(task: Task, name: str, limits: TaskLimits) -> Task:
+def _label_task(task: Task, name: str, limits: TaskLimits, groups: Sequence[str] = ()) -> Task:
     """Return a task of the environment ``name`` as a task of the mixture. Its id, template and
-    group begin with the environment's name, so that they are unique in the mixture."""
+    group begin with the environment's name, so that they are unique in the mixture. ``groups``: all
+    groups of the environment, if known."""
     return replace(
         task,
         id=f"{name}/{task.id}",
-        group=_label_group(name, task.group),
+        group=_label_group(name, task.group, groups),
         payload={ENVIRONMENT_KEY: name, TASK_KEY: dict(task.payload)},
         template=f"{name}/{task.template}" if task.template else "",
         environment=name,
@@ -348,10 +370,28 @@ def _label_task(task: Task, name: str, limits: TaskLimits) -> Task:
     )
 
 
-def _label_group(name: str, group: str) -> str:
-    """Return the name of a group in the mixture. A group without a name of its own is called after
-    the environment."""
-    return name if group in ("", ONE_GROUP, name) else f"{name}/{group}"
+def _unlabel_task(task: Task) -> Task:
+    """Return a task of the mixture as the task of its environment. Its group keeps the name that it
+    has in the mixture."""
+    prefix = f"{task.environment}/"
+    return replace(
+        task,
+        id=task.id.removeprefix(prefix),
+        payload=own_payload(task),
+        template=task.template.removeprefix(prefix),
+        environment="",
+    )
+
+
+def _label_group(name: str, group: str, groups: Sequence[str]) -> str:
+    """Return the name of a group in the mixture. The only group of an environment is called after
+    it unless it has a name of its own. ``groups``: all groups of the environment, if known.
+
+    Reports show the environment as a whole under its name, so one group of several has another.
+    """
+    if len(groups) <= 1 and group in ("", ONE_GROUP, name):
+        return name
+    return f"{name}/{group or ONE_GROUP}"
 
 
 class PartTasks:
@@ -362,19 +402,20 @@ class PartTasks:
         self._name = name
         self._limits = part.limits
         self._tasks: TaskSet = part.spec.tasks(split)
+        groups = self._tasks.groups
         self.group_of: Mapping[str, str] = {
-            template: _label_group(name, group) for template, group in self._tasks.group_of.items()
+            template: _label_group(name, group, groups)
+            for template, group in self._tasks.group_of.items()
         }
         self.groups: Sequence[str] = tuple(
-            dict.fromkeys(_label_group(name, group) for group in self._tasks.groups)
+            dict.fromkeys(_label_group(name, group, groups) for group in groups)
         )
 
     def instantiate(self, template_id: str, seed: int) -> Task:
         """Return the task that a template gives for ``seed``."""
         task = self._tasks.instantiate(template_id, seed)
-        return _label_task(
-            replace(task, template=task.template or template_id), self._name, self._limits
-        )
+        named = replace(task, template=task.template or template_id)
+        return _label_task(named, self._name, self._limits, self._tasks.groups)
 
 
 class MixtureTasks:

@@ -76,7 +76,7 @@ async def test_a_real_episode_is_resumed_where_its_session_was_lost(
         made.append(AwsEnvironment(server.url))
         return made[-1]
 
-    env = SlotEnvironment("aws", make, message_timeout_s=30, patience_s=10, deterministic=True)
+    env = SlotEnvironment("aws", make, message_timeout_s=30, patience_s=10)
     for task_id in (1, 101, 203, 302, 404):
         task = instantiate(task_id, 5)
         said = [

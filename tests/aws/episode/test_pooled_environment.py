@@ -107,9 +107,7 @@ async def test_an_episode_survives_its_simulator(
     spec: EnvironmentSpec, pool: MiniStackPool
 ) -> None:
     """It is played again in another one, up to the place where it was lost, and goes on there."""
-    env = SlotEnvironment(
-        "aws", lambda: spec.make(""), message_timeout_s=60, patience_s=20, deterministic=True
-    )
+    env = SlotEnvironment("aws", lambda: spec.make(""), message_timeout_s=60, patience_s=20)
     env.prepare(1)
     await env.reset(episode_task(TASK).payload, seed=TASK.seed)
     create, enable = TASK.solution

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +22,7 @@ from realhf.api.environment import (
     Opening,
     Task,
     TaskLimits,
+    TaskRemark,
     Turn,
 )
 from realhf.env.loader.load import build_environment, load_definition, passport_file
@@ -39,14 +43,18 @@ OPTIONS = {"mix": ["sql", "countdown"]}
 def test_a_reference_lists_the_environments(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = f"{Path('mine.py').resolve()}:Mine"
-    reference = mixture_reference(["sql", " mine.py:Mine", "hard=countdown"])
-    assert reference == f"[sql,{own},hard=countdown]"
-    assert split_mixture(reference) == ("sql", own, "hard=countdown")
+    folder = f"harbor:{Path('shell').resolve()}"
+    reference = mixture_reference(["sql", " mine.py:Mine", "hard=countdown", "harbor:shell"])
+    assert reference == f"[sql,{own},hard=countdown,{folder}]"
+    assert split_mixture(reference) == ("sql", own, "hard=countdown", folder)
     assert name_members(split_mixture(reference)) == {
         "sql": "sql",
         "Mine": own,
         "hard": "countdown",
+        "shell": folder,
     }
+    named = ["here=harbor:shell", "tools=mcp:python server.py"]
+    assert mixture_reference(named) == f"[here={folder},tools=mcp:python server.py]"
     assert mixture_reference(split_mixture(reference)) == reference
     assert split_mixture("sql") == split_mixture(own) == ()
 
@@ -168,17 +176,20 @@ class Recorder:
 
 
 class NumberedTasks:
-    def __init__(self) -> None:
-        self.group_of = {"only": "all"}
-        self.groups = ("all",)
+    def __init__(self, groups: tuple[str, ...]) -> None:
+        self.group_of = {group if len(groups) > 1 else "only": group for group in groups}
+        self.groups = groups
 
     def instantiate(self, template_id, seed):
-        return Task(f"only@{seed}", "all", {"number": seed}, seed=seed)
+        group = self.group_of[template_id]
+        return Task(f"only@{seed}", group, {"number": seed}, seed=seed)
 
 
-def recorded(log: list[str], name: str, **fields: object) -> EnvironmentPart:
+def recorded(
+    log: list[str], name: str, groups: tuple[str, ...] = ("all",), **fields: Any
+) -> EnvironmentPart:
     spec = EnvironmentSpec(
-        name, lambda url: Recorder(name, log, url), lambda split: NumberedTasks(), **fields
+        name, lambda url: Recorder(name, log, url), lambda split: NumberedTasks(groups), **fields
     )
     return EnvironmentPart(spec, 0.5)
 
@@ -208,8 +219,8 @@ def test_an_instance_of_each_environment_is_made_when_needed_and_closed_with_all
             "b": recorded(log, "b", system_prompt="be brief", deterministic=False),
         }
     )
-    assert (spec.launch, spec.concurrency, spec.deterministic) == (server, 4, False)
-    assert spec.tasks(TRAIN).instantiate("a/only", 1).group == "a"
+    assert spec.launch == replace(server, section="env.of.a")
+    assert (spec.concurrency, spec.deterministic) == (4, False)
     asyncio.run(play())
     assert log == [
         "a made at http://server",
@@ -220,6 +231,54 @@ def test_an_instance_of_each_environment_is_made_when_needed_and_closed_with_all
         "a closed",
         "b closed",
     ]
+
+
+@pytest.mark.parametrize(
+    ("groups", "labels"),
+    [
+        (("all",), ("a",)),
+        (("",), ("a",)),
+        (("a",), ("a",)),
+        (("b",), ("a/b",)),
+        (("a", "b"), ("a/a", "a/b")),
+        (("all", "b"), ("a/all", "a/b")),
+    ],
+)
+def test_no_group_of_several_has_the_name_of_its_environment(groups, labels):
+    spec = mix_environments({"a": recorded([], "a", groups), "z": recorded([], "z")})
+    tasks = spec.tasks(TRAIN)
+    assert tasks.groups == (*labels, "z")
+    assert [*tasks.group_of.values()] == [*tasks.groups]
+    assert [tasks.instantiate(key, 1).group for key in tasks.group_of] == [*tasks.groups]
+
+
+def test_whether_an_episode_may_be_resumed_is_a_matter_of_its_environment():
+    spec = mix_environments({"a": recorded([], "a"), "b": recorded([], "b", deterministic=False)})
+    tasks = spec.tasks(TRAIN)
+    answers = [spec.is_deterministic(tasks.instantiate(f"{name}/only", 1)) for name in "ab"]
+    assert answers == [True, False]
+
+
+async def test_each_environment_examines_its_own_tasks():
+    async def examine(task: Task) -> list[TaskRemark]:
+        return [TaskRemark(f"{task.id} of {task.environment!r}: {task.payload['number']}")]
+
+    spec = mix_environments({"a": recorded([], "a"), "b": recorded([], "b", examine=examine)})
+    tasks = spec.tasks(TRAIN)
+    assert spec.examine is not None
+    remarks = [await spec.examine(tasks.instantiate(f"{name}/only", 3)) for name in "ab"]
+    assert remarks == [[], [TaskRemark("only@3 of '': 3")]]
+    assert mix_environments({name: recorded([], name) for name in "ab"}).examine is None
+
+
+def test_an_error_names_the_option_of_the_mixture(tmp_path):
+    folder = tmp_path / "mine"
+    members = ["sql", f"harbor:{folder}"]
+    reference = mixture_reference(members)
+    options = {"mix": members, "of": {"mine": {"tasks": ["none"]}}}
+    shutil.copytree(Path(__file__).parents[3] / "examples" / "harbor", folder)
+    with pytest.raises(ValueError, match=r": env\.of\.mine\.tasks: .*mine has no task 'none'$"):
+        build_environment(reference, options)
 
 
 def test_two_environments_with_servers_are_refused():

@@ -101,7 +101,6 @@ async def test_an_episode_that_resumes_does_not_notice() -> None:
             lambda: AwsEnvironment(url),
             message_timeout_s=60,
             patience_s=60,
-            deterministic=True,
         )
         env.prepare(30)
         await env.reset({}, seed=1)
