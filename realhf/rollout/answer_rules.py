@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from realhf.api.tool_parser import CallProblem, read_json
+from realhf.base.json_values import json_problem
 from realhf.rollout.api_errors import invalid
 from realhf.rollout.json_schema import CheckBudget, JsonSchema
 
@@ -67,9 +68,6 @@ class AnswerRules:
     """Whether the answer may contain several calls."""
     json: JsonAnswer | None = None
     """Which JSON the answer is; None for any text."""
-    separate_reasoning: bool = False
-    """Whether the text of the answer has no reasoning in it, as in APIs that return reasoning in a
-    part of its own."""
     strict_tools: Mapping[str, JsonSchema] = field(default_factory=dict)
     """Schema of the arguments of each tool whose calls have to fit it, by the tool's name."""
 
@@ -168,6 +166,8 @@ def check_stop(stop: Sequence[str], param: str = "stop") -> tuple[str, ...]:
         raise invalid(param, f"at most {MAX_STOPS} strings are served")
     if not all(0 < len(string) <= MAX_STOP_CHARS for string in stop):
         raise invalid(param, f"each string has 1 to {MAX_STOP_CHARS} characters")
+    if problem := json_problem(list(stop)):
+        raise invalid(param, problem)
     return tuple(stop)
 
 

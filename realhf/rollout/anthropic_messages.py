@@ -39,6 +39,7 @@ from realhf.rollout.openai_requests import (
     OpenAiCall,
     OpenAiMessage,
     ToolSchemas,
+    check_call_count,
     check_message,
     name_tool_results,
     read_text,
@@ -238,7 +239,6 @@ class MessagesRequest(CountRequest):
             tool_names=names,
             parallel_calls=not choice.disable_parallel_tool_use,
             json=self.output_config.read() if self.output_config is not None else None,
-            separate_reasoning=True,
             strict_tools=read_strict_schemas(
                 (tool.name, tool.input_schema, f"tools.{number}.input_schema")
                 for number, tool in enumerate(tools)
@@ -359,7 +359,9 @@ def read_turn(blocks: Sequence[Any], param: str) -> OpenAiMessage:
             texts.append(read_text([block], place, ("text",)))
         elif kind != "thinking":
             raise _refuse_block(kind, place, "text, thinking and tool_use")
-    return OpenAiMessage("assistant", _JOINER.join(filter(None, texts)), tuple(calls))
+    turn = OpenAiMessage("assistant", _JOINER.join(filter(None, texts)), tuple(calls))
+    check_call_count(turn, param)
+    return turn
 
 
 def find_signature(blocks: Any) -> str:

@@ -61,9 +61,13 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, "invalid_request", "the body is not JSON")
     param = ".".join(str(part) for part in first["loc"][1:])
+    # of another type, or bytes, because the request has another content type
+    if not param:
+        text = "the body is no JSON object of the content type application/json"
+        return ApiError(400, "invalid_request", text)
     # pydantic's prefix for errors of our validators
     problem = first["msg"].removeprefix("Value error, ")
-    return ApiError(400, "invalid_request", f"{param}: {problem}"[:_MAX_CHARS], param or None)
+    return ApiError(400, "invalid_request", f"{param}: {problem}"[:_MAX_CHARS], param)
 
 
 def openai_error(error: ApiError) -> dict[str, Any]:

@@ -232,7 +232,8 @@ def _parse_message(argument: object) -> tuple[OpenAiMessage, str]:
         raise TypeError(
             f"step takes a message of the chat API: {'.'.join(map(str, where))}: {wrong}"
         ) from None
-    return OpenAiMessage("assistant", message.text(), message.calls()), ""
+    reasoning = message.reasoning()
+    return OpenAiMessage("assistant", message.text(), message.calls(), reasoning=reasoning), ""
 
 
 def _drop_none(call: Mapping[str, Any]) -> dict[str, Any]:

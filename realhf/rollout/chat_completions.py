@@ -78,17 +78,16 @@ async def stream_chunks(
 
 
 def _content(turn: OpenTurn) -> dict[str, Any]:
-    """Return the fields ``content`` and ``tool_calls`` of a message.
+    """Return the fields ``content``, ``tool_calls`` and ``reasoning_content`` of a message.
 
-    With tool calls, an empty content is null. Reasoning is in a separate field unless it stays in
-    the content, which is then the whole text (``build_message``).
+    With tool calls, an empty content is null.
     """
     answer = turn.answer
     body: dict[str, Any] = {"content": answer.content}
     if answer.calls:
         body["content"] = answer.content or None
         body["tool_calls"] = [call_body(call) for call in answer.calls]
-    if turn.parsed.reasoning and answer.content != turn.text:
+    if turn.parsed.reasoning:
         body["reasoning_content"] = turn.parsed.reasoning
     return body
 

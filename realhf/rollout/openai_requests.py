@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from pydantic import (
 
 from realhf.api.environment import AssistantMessage
 from realhf.api.messages import message_problems
-from realhf.api.tool_parser import CallProblem, read_json
+from realhf.api.tool_parser import MAX_CALLS, CallProblem, read_json
 from realhf.base.json_values import json_problem
 from realhf.rollout.answer_rules import (
     AnswerRules,
@@ -40,6 +41,8 @@ from realhf.rollout.api_errors import ApiError, check_fields, invalid, unsupport
 from realhf.rollout.json_schema import JsonSchema, read_schema, read_strict_schemas
 
 _Part = TypeVar("_Part", bound=BaseModel)
+_TAGGED = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+"""Reasoning at the beginning of a content, in tags."""
 _WHOLE_FLOATS = 2.0**53
 """Every integer below this number can be represented exactly as a float."""
 
@@ -77,14 +80,24 @@ class OpenAiMessage:
     """For the role ``tool``: name of the called tool; "" if no earlier call has this id."""
     stop: str = field(default="", compare=False)
     """For the policy's answer: stop string that ended it, which ``content`` does not contain."""
+    reasoning: str = field(default="", compare=False)
+    """Reasoning of the message, which ``content`` does not contain; "" if a client left it out."""
 
     def is_sent_as(self, message: OpenAiMessage) -> bool:
         """Return whether a client that got this message sends it back as ``message``. Some append
-        the stop string, because their own parser needs it."""
+        the stop string, because their own parser needs it, and some put the reasoning before the
+        content, in tags."""
         if self == message:
             return True
-        with_stop = self.content + self.stop
-        return bool(self.stop) and replace(self, content=with_stop) == message
+        if self.stop and replace(self, content=self.content + self.stop) == message:
+            return True
+        tagged = _TAGGED.match(message.content) if self.reasoning else None
+        return (
+            tagged is not None
+            and tagged[1].strip() == self.reasoning.strip()
+            and replace(message, content=message.content[tagged.end() :].strip())
+            == replace(self, content=self.content.strip())
+        )
 
     def for_template(self) -> dict[str, Any]:
         """Return the message in the form of the chat API, which chat templates expect."""
@@ -115,17 +128,18 @@ def build_message(
     ids: Sequence[int],
     *,
     reads_calls: bool = True,
-    without_reasoning: bool = False,
+    frames_words: bool = False,
 ) -> OpenAiMessage:
     """Return the message that a client gets for a turn that was sampled as ``ids`` after
     ``prompt``.
 
     The ids of its calls are a hash of ``prompt`` and ``ids``. Calls that could not be parsed remain
-    in the content. If no call could be parsed, or calls are not read, the content is the whole
-    text; ``without_reasoning`` leaves out the reasoning.
+    in the content, and so do all calls if calls are not read. If nothing but such calls would be
+    taken out of the text, the content is the whole text, unless it ``frames_words``, that is, has
+    control words.
     """
     calls = [call for call in turn.tool_calls if not call.problem] if reads_calls else []
-    if not calls and not without_reasoning:
+    if turn.tool_calls and not calls and not turn.reasoning and not frames_words:
         return OpenAiMessage("assistant", turn.text)
     problems = dict.fromkeys(call.text for call in turn.tool_calls if call not in calls)
     digest = hashlib.blake2b(array("q", [len(prompt), *prompt, *ids]).tobytes(), digest_size=16)
@@ -140,6 +154,7 @@ def build_message(
             )
             for number, call in enumerate(calls)
         ),
+        reasoning=turn.reasoning,
     )
 
 
@@ -224,9 +239,16 @@ def read_text(content: Any, param: str, types: Sequence[str], *, joiner: str = "
 
 def check_message(message: OpenAiMessage, param: str) -> None:
     """Raise ApiError if no chat template can render a message, which the request has at
-    ``param``."""
+    ``param``, or if it has more calls than a policy can make."""
+    check_call_count(message, param)
     for problem in message_problems([message.for_template()], ""):
         raise invalid(param, problem.removeprefix("[0]").lstrip(": "))
+
+
+def check_call_count(message: OpenAiMessage, param: str) -> None:
+    """Raise ApiError if a message has more calls than a turn of a policy can have."""
+    if len(message.calls) > MAX_CALLS:
+        raise invalid(param, f"a turn has at most {MAX_CALLS} calls")
 
 
 def name_tool_results(messages: Sequence[OpenAiMessage]) -> list[OpenAiMessage]:
@@ -298,6 +320,11 @@ class ChatMessage(BaseModel):
             if isinstance(self.content, str)
             else "".join(part.text for part in self.content or ())
         )
+
+    def reasoning(self) -> str:
+        """Return the reasoning that the client sent back; "" if it sent none."""
+        reasoning = (self.model_extra or {}).get("reasoning_content")
+        return reasoning if isinstance(reasoning, str) else ""
 
     def check_served(self, param: str) -> None:
         """Raise ApiError for a field whose meaning would be lost; ``param`` is the message's
@@ -434,8 +461,16 @@ class ChatRequest(BaseModel):
             tool_of |= {call.id: call.name for call in calls}
             call_id = message.tool_call_id or ""
             messages.append(
-                OpenAiMessage(role, message.text(), calls, call_id, tool_of.get(call_id, ""))
+                OpenAiMessage(
+                    role,
+                    message.text(),
+                    calls,
+                    call_id,
+                    tool_of.get(call_id, ""),
+                    reasoning=message.reasoning(),
+                )
             )
+            check_call_count(messages[-1], f"messages.{number}.tool_calls")
         check_messages(messages)
         return messages
 

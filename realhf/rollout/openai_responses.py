@@ -35,6 +35,7 @@ from realhf.rollout.openai_requests import (
     OpenAiCall,
     OpenAiMessage,
     ToolSchemas,
+    check_call_count,
     check_message,
     name_tool_results,
     read_text,
@@ -197,7 +198,6 @@ class ResponsesRequest(BaseModel):
             tool_names=names,
             parallel_calls=self.parallel_tool_calls is not False,
             json=_read_format(self.text.format if self.text is not None else None),
-            separate_reasoning=True,
             strict_tools=read_strict_schemas(
                 (tool.name, tool.parameters or {}, f"tools.{number}.parameters")
                 for number, tool in enumerate(tools)
@@ -290,6 +290,7 @@ def _read_items(value: Any, session: OpenAiSession) -> tuple[list[OpenAiMessage]
                 is_same = session.ledger.share_turn(earlier.calls, message.calls)
             if is_same:
                 messages[turn] = replace(earlier, calls=earlier.calls + message.calls)
+                check_call_count(messages[turn], param)
                 reply = reply or own
                 continue
         messages.append(message)

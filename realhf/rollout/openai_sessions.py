@@ -46,6 +46,9 @@ _SLOT_STRIDE = 1 << 40
 number of slots of sessions."""
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 """Difference between the seeds of consecutive conversations: 2**64 divided by the golden ratio."""
+STOP_PART = 32
+"""Maximum number of tokens that are sampled at once if a request has stop strings. Engines do not
+look for them, so they sample at most so many tokens too many."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,9 @@ class OpenTurn:
     """What the request asks of the answer."""
     max_new_tokens: int = 0
     """Maximum number of tokens of the turn; 0 for that of the engine."""
+    turn_tokens: int = 0
+    """Maximum number of tokens of the turn, which is the engine's unless ``max_new_tokens`` is
+    lower."""
     parts: list[GenOutput] = field(default_factory=list)
     """Outputs of the engine so far."""
     parsed: AssistantMessage = field(default_factory=lambda: AssistantMessage(""))
@@ -193,8 +199,20 @@ class OpenTurn:
             self.prompt + ids,
             len(ids),
             self.branch.seed,
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=self._part_end() or self.max_new_tokens,
         )
+
+    def ends_part(self, output: GenOutput) -> bool:
+        """Return whether an output reached the limit of ``request`` and not that of the turn, so
+        that the turn goes on."""
+        count = len(self.ids) + len(output.token_ids)
+        return output.finish_reason == "length" and count == self._part_end()
+
+    def _part_end(self) -> int:
+        """Return the number of tokens of the turn after the next request; 0 if nothing but the
+        limit of the turn ends it."""
+        end = len(self.ids) + STOP_PART
+        return end if self.rules.stop and end < self.turn_tokens else 0
 
     def stop_at(self, stop: StopMatch) -> None:
         """End the turn at a stop string: drop the tokens after the one that completes it."""
@@ -281,6 +299,7 @@ class TokenLedger:
             )
             raise self._refuse("token_budget", "context_length_exceeded", text)
         turn.max_new_tokens = limits.max_new_tokens
+        turn.turn_tokens = limits.turn_tokens
         turn.branch.busy = True
         self._n_running += 1
         return turn
@@ -298,6 +317,8 @@ class TokenLedger:
         Raises ValueError for an invalid output, and ApiError if the engine's context leaves no room
         for the turn.
         """
+        if turn.ends_part(output):
+            output = replace(output, finish_reason="interrupted")
         count = len(output.token_ids)
         interrupted = output.finish_reason == "interrupted"
         full = not count and output.finish_reason == "length"
@@ -334,9 +355,7 @@ class TokenLedger:
             turn.prompt,
             ids,
             reads_calls=bool(turn.tools) and rules.reads_calls,
-            without_reasoning=rules.separate_reasoning
-            or rules.json is not None
-            or self._chat.frames_words,
+            frames_words=self._chat.frames_words,
         )
         if turn.stop is not None:
             turn.answer = replace(turn.answer, stop=turn.stop.string)
@@ -395,15 +414,17 @@ class TokenLedger:
 
     def find_turn(self, message: OpenAiMessage, reply: str = "") -> AssistantMessage | None:
         """Return the policy's turn that was returned to the agent as ``message``; None if there is
-        none. Of several, the one with the id ``reply`` is returned, otherwise the latest."""
+        none. Of several, the one with the id ``reply`` is returned, otherwise the latest, if it can
+        be with the same reasoning."""
         marks = [
             mark
             for branch in reversed(self.branches)
             for mark in reversed(branch.marks)
             if branch.messages[mark.messages - 1].is_sent_as(message)
         ]
-        named = (mark for mark in marks if mark.reply == reply)
-        mark = next(named, marks[0] if marks else None)
+        named = [mark for mark in marks if mark.reply == reply]
+        thought = [mark for mark in marks if mark.turn.reasoning == message.reasoning]
+        mark = next(iter([*named, *thought, *marks]), None)
         return None if mark is None else mark.turn
 
     def share_turn(self, calls: Sequence[OpenAiCall], others: Sequence[OpenAiCall]) -> bool:
@@ -471,12 +492,12 @@ class TokenLedger:
         do, or (None, None).
 
         ``messages`` must equal the conversation up to that turn and add no further assistant
-        message. Of several such turns, that with the id ``after`` counts; without one, a turn that
-        is the last one of an idle conversation is preferred, because it can be continued without a
-        branch.
+        message. Of several such turns, that with the id ``after`` counts; without one, that whose
+        reasoning the client sent back. Otherwise a turn that is the last one of an idle
+        conversation is preferred, because it can be continued without a branch.
         """
         best: tuple[Branch | None, TurnMark | None] = (None, None)
-        best_is_free = False
+        best_rank = (-1, False)
         n_shared = max(
             (n for n, message in enumerate(messages, 1) if message.role == "assistant"), default=0
         )
@@ -484,15 +505,19 @@ class TokenLedger:
             mark = next((mark for mark in branch.marks if mark.messages == n_shared), None)
             if mark is None or n_shared == len(messages) or branch.tools != tools:
                 continue
-            pairs = zip(branch.messages[:n_shared], messages[:n_shared], strict=True)
+            pairs = list(zip(branch.messages[:n_shared], messages[:n_shared], strict=True))
             if not all(known.is_sent_as(message) for known, message in pairs):
                 continue
             if mark.reply == after:
                 return branch, mark
-            is_free = mark is branch.marks[-1] and not branch.busy
-            if best[0] is None or (is_free and not best_is_free):
+            n_thoughts = sum(
+                bool(message.reasoning) and known.reasoning == message.reasoning
+                for known, message in pairs
+            )
+            rank = (n_thoughts, mark is branch.marks[-1] and not branch.busy)
+            if rank > best_rank:
                 best = (branch, mark)
-                best_is_free = is_free
+                best_rank = rank
         return best
 
     def _new_branch(self, prompt: list[int], tools: str) -> Branch:

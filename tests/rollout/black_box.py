@@ -110,6 +110,11 @@ class FakeTokens:
         whole = spelt(words) + ([chat().stop_ids[0]] if self._finish == "stop" else [])
         rest = whole[request.sampled :]
         version = len(self.requests)
+        room = request.max_new_tokens - request.sampled
+        if request.max_new_tokens and room < min(len(rest), self._part or len(rest)):
+            self.said.append(room)
+            self.sampled += rest[:room]
+            return GenOutput(rest[:room], [-0.5] * room, [version] * room, "length")
         self.said.append(len(rest[: self._part] if self._part else rest))
         if self._part and len(rest) > self._part:
             part = rest[: self._part]

@@ -38,7 +38,12 @@ from realhf.rollout.json_schema import (
     read_strict_schemas,
 )
 from realhf.rollout.openai_requests import OpenAiMessage
-from realhf.rollout.openai_sessions import Ending, OpenAiSession, OpenAiSessions
+from realhf.rollout.openai_sessions import (
+    STOP_PART,
+    Ending,
+    OpenAiSession,
+    OpenAiSessions,
+)
 from tests.rollout.black_box import Endpoint, FakeTokens, chat, served, serving, spelt
 
 endpoint_test = pytest.mark.asyncio(loop_scope="module")
@@ -115,7 +120,7 @@ async def test_a_stop_string_ends_the_turn_where_its_last_token_was_sampled(
     [
         ("price: 5 € or so", "€", "price: 5 "),
         ("a 😀 b", ["😀 b"], "a "),
-        ("<think>see Observation: x</think>done", "Observation:", "<think>see "),
+        ("<think>see Observation: x</think>done", "Observation:", ""),
         (call_text("look", x=1) + "\nObservation: 2", "\nObservation", None),
         (call_text("look", x="Observation: 1"), "Observation", '<tool_call>{"name": "look", "arg'),
         ("Observation: at once", "Observation:", ""),
@@ -137,6 +142,7 @@ async def test_a_stop_string_may_be_anywhere(
             assert text.startswith(shown) and answer.message.tool_calls is None
             assert answer.finish_reason == "stop" and not text[len(shown) :].startswith("Obs")
         body = answer.message.model_dump(exclude_none=True)
+        assert body.get("reasoning_content") == ("see" if "<think>" in said else None)
         await ask(client, [USER, body, USER], tools=TOOLS)
         outcome = outcome_of(session)
     first = stop if isinstance(stop, str) else stop[0]
@@ -167,6 +173,26 @@ async def test_a_client_may_send_the_stop_string_back(endpoint: Endpoint) -> Non
         assert first.tokens.completion_ids[: first.marks[0].tokens] == spelt("<code>1</code>")
         said = OpenAiMessage("assistant", "<code>1</code>")
         assert session.ledger.find_turn(said) is first.marks[0].turn
+
+
+@endpoint_test
+async def test_little_is_sampled_after_a_stop_string(endpoint: Endpoint) -> None:
+    """Without one, a turn is one request. What is sampled in parts is trained as one turn."""
+    said = "word " * 9 + "END" + " more" * 20
+    async with served(endpoint, FakeTokens(lambda _: said)) as (_, session, client):
+        tokens: Any = session._llm
+        await ask(client, [USER])
+        assert len(tokens.requests) == 1
+        before = len(tokens.sampled)
+        answer = await ask(client, [USER], stop="END")
+        assert (answer.message.content, answer.finish_reason) == ("word " * 9, "stop")
+        stopped = spelt("word " * 9 + "END")
+        assert 0 <= len(tokens.sampled) - before - len(stopped) < STOP_PART
+        branch = session.ledger.branches[-1]
+        assert branch.tokens.completion_ids == stopped and branch.n_sampled == len(stopped)
+        rest = await ask(client, [USER], stop="absent")
+        assert (rest.message.content, rest.finish_reason) == (said, "stop")
+        assert session.ledger.branches[-1].tokens.completion_ids == [*spelt(said), STOP]
 
 
 @endpoint_test
@@ -544,7 +570,8 @@ async def test_no_body_makes_the_endpoint_fail(endpoint: Endpoint) -> None:
         address = f"{server.base_url(session)}/chat/completions"
         async with httpx.AsyncClient(trust_env=False, verify=False) as http:
             for body in HOSTILE:
-                reply = await http.post(address, content=body)
+                headers = {"Content-Type": "application/json"}
+                reply = await http.post(address, content=body, headers=headers)
                 assert reply.status_code == 400, (body[:80], reply.text[:300])
                 assert reply.json()["error"]["type"] == "invalid_request_error"
         assert not session.ledger.turns

@@ -17,7 +17,7 @@ from realhf.api.chat_template import TemplateChat
 from realhf.api.model import GenOutput
 from realhf.rollout.api_errors import ApiError
 from realhf.rollout.episode import EpisodeLimits
-from realhf.rollout.openai_requests import ChatMessage, ChatRequest
+from realhf.rollout.openai_requests import ChatMessage, ChatRequest, OpenAiMessage
 from realhf.rollout.openai_sessions import Ending, OpenAiSession, TokenLedger
 from tests.api.chat.templates import INSISTS, LLAMA3, QWEN25, SMOLLM2, tokenizer
 from tests.rollout.black_box import Endpoint, FakeTokens, chat, served, serving, spelt
@@ -406,3 +406,59 @@ def test_a_call_without_an_id_is_refused():
     call = {"type": "function", "function": {"name": "look", "arguments": "{}"}}
     with pytest.raises(ValidationError, match=r"id\n.*Field required"):
         ChatMessage.model_validate({"role": "assistant", "tool_calls": [call]})
+
+
+THOUGHT = "<think>\nIt is seven.\n</think>\n\nseven"
+
+
+def without_thought(message: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": message.content}
+
+
+def in_tags(message: Any) -> dict[str, Any]:
+    """As pydantic-ai does for reasoning of which it does not know the field."""
+    content = f"<think>\n{message.reasoning_content}\n</think>\n\n{message.content}"
+    return {"role": "assistant", "content": content}
+
+
+def whole(message: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": THOUGHT}
+
+
+@pytest.mark.parametrize("resent", [as_sent, with_nulls, without_thought, in_tags, whole])
+async def test_reasoning_is_a_field_of_its_own_that_may_be_sent_back_or_not(
+    server: Any, resent: Any
+) -> None:
+    """A turn is the same one for clients that drop its reasoning, keep it, or put it elsewhere."""
+    tokens = FakeTokens(lambda _: THOUGHT)
+    async with agent(server, tokens) as (session, ask):
+        said = (await ask([USER], tools=[])).choices[0].message
+        assert (said.content, said.reasoning_content) == ("seven", "It is seven.")
+        await ask([USER, resent(said), USER], tools=[])
+        (outcome,) = session.outcomes(Ending("finished", 1.0))
+    masked = zip(outcome.completion_ids, outcome.loss_mask, strict=True)
+    assert [token for token, mask in masked if mask] == tokens.sampled
+    assert outcome.completion_ids[: len(spelt(THOUGHT))] == spelt(THOUGHT)
+    assert [turn.text for turn in outcome.turns] == [THOUGHT] * 2
+
+
+async def test_other_reasoning_in_tags_is_another_turn(server: Any) -> None:
+    async with agent(server, FakeTokens(lambda _: THOUGHT)) as (session, ask):
+        await ask([USER], tools=[])
+        other = {"role": "assistant", "content": "<think>no</think>seven"}
+        await ask([USER, other, USER], tools=[])
+        assert len(session.ledger.branches) == 2
+
+
+async def test_the_reasoning_that_comes_back_tells_two_turns_apart(server: Any) -> None:
+    """The first of two answers that differ in nothing else; without it the latest counts."""
+    thoughts = iter(["<think>one</think>done", "<think>two</think>done", "end", "end"])
+    async with agent(server, FakeTokens(lambda _: next(thoughts))) as (session, ask):
+        said = [(await ask([USER], tools=[])).choices[0].message for _ in range(2)]
+        first, second = session.ledger.branches
+        reply = OpenAiMessage("assistant", "done", reasoning="one")
+        assert session.ledger.find_turn(reply) is first.marks[0].turn
+        await ask([USER, as_sent(said[0]), USER], tools=[])
+        assert [len(branch.marks) for branch in (first, second)] == [2, 1]
+        await ask([USER, without_thought(said[0]), USER], tools=[])
+        assert [len(branch.marks) for branch in (first, second)] == [2, 2]
