@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -31,6 +30,7 @@ from mcp.shared.message import SessionMessage  # pyright: ignore[reportMissingIm
 
 from realhf.api.environment import EnvironmentFailure
 from realhf.base.text import shorten
+from realhf.env.containment.programs import remove_folder
 
 T = TypeVar("T")
 MAX_LINE_BYTES = 8 << 20
@@ -99,7 +99,8 @@ class ServerProcess:
     async def connect(self) -> AsyncIterator[Streams]:
         """Context manager that runs the process and yields its streams. Raises EnvironmentFailure
         if it cannot be started."""
-        self.folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="realhf-mcp-"))
+        # Not in a thread, whose folder would be nobody's if this call were cancelled.
+        self.folder = Path(tempfile.mkdtemp(prefix="realhf-mcp-"))
         try:
             try:
                 words = await asyncio.to_thread(self._command, self.folder)
@@ -125,7 +126,7 @@ class ServerProcess:
                     await _end_process(process)
         finally:
             with anyio.CancelScope(shield=True):
-                await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
+                await asyncio.to_thread(remove_folder, self.folder)
 
     @asynccontextmanager
     async def _run_streams(self, process: asyncio.subprocess.Process) -> AsyncIterator[Streams]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import shlex
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -70,6 +71,9 @@ FOLDER = "folder"
 PROVIDED = (CALLS, CALL, FOLDER)
 """Arguments of a verifier that are not columns of a row."""
 NO_SESSION = "there is no episode: reset comes first"
+MAX_KEPT_CHARS = 4 << 20
+"""Maximum number of characters of an episode's results that are kept for the verifier."""
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass
@@ -306,6 +310,12 @@ class _ProcessStart:
             if not self._is_tried:
                 self._bubblewrap = find_bubblewrap()
                 self._is_tried = True
+                if self._sandbox == "auto" and self._bubblewrap is None:
+                    _LOG.warning(
+                        "env.sandbox=auto: bubblewrap (0.7 or later) does not work here, so the MCP "
+                        "server can read and change the files that this user can; env.sandbox=bwrap "
+                        "refuses that"
+                    )
         if self._sandbox == "bwrap" and self._bubblewrap is None:
             raise EnvironmentFailure(
                 "internal",
@@ -326,6 +336,7 @@ class McpEnvironment:
         self._row: Mapping[str, Any] = {}
         self._tools: Mapping[str, Mapping[str, Any]] = {}
         self._calls: list[dict[str, Any]] = []
+        self._kept_chars = 0
         self._turns = 0
         self._failures = 0
         self._seed = 0
@@ -338,6 +349,7 @@ class McpEnvironment:
         self._row = task
         self._seed = seed
         self._calls = []
+        self._kept_chars = 0
         self._turns = 0
         self._failures = 0
         with self._contract():
@@ -416,11 +428,13 @@ class McpEnvironment:
         it."""
         text, is_error = await self._call(connection, call)
         self._failures += is_error
+        kept = _shorten_result(text, MAX_KEPT_CHARS - self._kept_chars)
+        self._kept_chars = min(self._kept_chars + len(text), MAX_KEPT_CHARS)
         self._calls.append(
             {
                 "name": call.name,
                 "arguments": dict(call.arguments),
-                "result": text,
+                "result": kept,
                 "is_error": is_error,
             }
         )

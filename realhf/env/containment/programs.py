@@ -2,14 +2,18 @@
 resource limits, without new privileges, and without a network unless it is allowed.
 
 A program is not an interpreter of ours, so it has neither audit hooks nor the system call filter.
-Without bubblewrap it has the file access of this process. Linux only.
+Without bubblewrap it has the file access of this process. The number of its processes and the size
+of the folder that it may write to are not bounded. Linux only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +22,9 @@ from pathlib import Path
 from realhf.env.containment.sandbox import PROGRAM_PATH, sandbox_command
 
 _LAUNCHER = Path(__file__).with_name("launcher.py")
+_REMOVAL_S = 60.0
+"""Seconds that each step of a folder's removal may take."""
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,19 @@ def contain(
         ),
         *launched,
     ]
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder that programs wrote to, once they have ended; may block. What cannot be
+    removed is logged."""
+    # Programs of the system, because a tree may be deeper than the recursion of shutil.rmtree.
+    for command in (("/bin/chmod", "-R", "u+rwX"), ("/bin/rm", "-rf")):
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(
+                [*command, "--", str(folder)], capture_output=True, timeout=_REMOVAL_S, check=False
+            )
+    if folder.exists():
+        _LOG.warning("the working folder %s of a program could not be removed", folder)
 
 
 def program_environment(

@@ -5,8 +5,8 @@ Right after a fork, a process applies the layers to itself: those of the kernel 
 no network, resource limits, death with the parent) and those of the interpreter (an audit hook that
 raises ``Denied`` for forbidden operations). Linux only.
 
-bubblewrap needs Debian's package and a kernel that allows unprivileged user namespaces;
-``find_bubblewrap`` tests it by running a program in it.
+bubblewrap needs Debian's package, version 0.7 or later, and a kernel that allows unprivileged user
+namespaces; ``find_bubblewrap`` tests it by running a program in it.
 """
 
 from __future__ import annotations
@@ -386,6 +386,8 @@ _SYSTEM = (
     "/etc/alternatives",
 )
 """Paths of the host that programs need to start, mounted read-only if they exist."""
+_TEMPORARY_BYTES = 64 << 20
+"""Size of each of the folders /tmp and /dev/shm in bubblewrap, which lie in memory."""
 _PROBE_TIMEOUT_S = 20.0
 """Timeout in seconds for a test run of Python in bubblewrap."""
 _NAMESPACES = (
@@ -454,7 +456,9 @@ def sandbox_command(
         *(root for root in package_roots() if os.path.isdir(root)),
     }
     words = [str(program), *_NAMESPACES, *([] if network else ["--unshare-net"])]
-    words += ["--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
+    bounded = ["--size", str(_TEMPORARY_BYTES), "--tmpfs"]
+    words += ["--dev", "/dev", *bounded, "/dev/shm", "--remount-ro", "/dev"]
+    words += ["--proc", "/proc", *bounded, "/tmp"]
     for path in (*_SYSTEM, *(_NETWORK_FILES if network else ())):
         words += ["--ro-bind-try", path, path]
     for path in sorted(python):  # in this order a folder precedes the folders inside it

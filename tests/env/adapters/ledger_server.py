@@ -46,6 +46,8 @@ def misbehave(how: str) -> str:
         time.sleep(600)
     if how == "fill":
         return "x" * (64 << 20)
+    if how == "long":
+        return "x" * (3 << 20)
     if how == "eat":
         return str(len(bytearray(8 << 30)))
     if how == "fork":

@@ -25,6 +25,8 @@ from realhf.api.environment import (
     EnvironmentSpec,
     ToolCall,
 )
+from realhf.env.adapters.mcp_tools import MAX_KEPT_CHARS
+from realhf.env.containment import sandbox as containment
 from realhf.env.loader.load import build_environment, passport_file
 from tests.process_family import gone, until
 
@@ -51,6 +53,9 @@ def by_thread(completion, call, calls, who, goal, **row):
 def by_file(completion, folder, who, goal):
     book = folder / "book.json"
     return float(book.exists() and json.loads(book.read_text()).get(who) == goal)
+
+def by_length(completion, calls):
+    return {"reward": 1.0, "characters": float(sum(len(call["result"]) for call in calls))}
 
 def broken(completion):
     raise OSError("no disk")
@@ -202,6 +207,40 @@ async def test_mistakes_of_the_policy_are_answered(folder: Path) -> None:
         turn = await environment.step(wrong)
         assert turn.messages[0]["content"] == "error: the call is no JSON"
         assert turn.done and turn.reward == 0.0 and turn.metrics["tool_failures"] == 5
+
+
+@needs_sdk
+@pytest.mark.slow
+async def test_the_results_that_are_kept_for_the_verifier_are_bounded(folder: Path) -> None:
+    spec = build(folder, command(LEDGER), "by_length", max_turns=5)
+    async with episode(spec) as (environment, row):
+        for calls in (1, 3):
+            await environment.reset(row, seed=0)
+            for _ in range(calls):
+                await environment.step(ask("misbehave", how="long"))
+            turn = await environment.step(say(""))
+            wanted = min(calls * (3 << 20), MAX_KEPT_CHARS)
+            assert wanted <= turn.rewards["characters"] < wanted + 100
+
+
+@needs_sdk
+@pytest.mark.slow
+@pytest.mark.parametrize(("sandbox", "warnings"), [("auto", 1), ("plain", 0)])
+async def test_a_server_without_bubblewrap_that_was_not_chosen_is_logged_once(
+    folder: Path,
+    sandbox: str,
+    warnings: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(containment, "PROGRAM_PATH", str(folder))
+    spec = build(folder, command(LEDGER), sandbox=sandbox)
+    async with episode(spec) as (environment, row):
+        for _ in range(2):
+            await environment.reset(row, seed=0)
+    logged = [each.getMessage() for each in caplog.records if "bubblewrap" in each.getMessage()]
+    assert len(logged) == warnings
+    assert all(text.startswith("env.sandbox=auto: bubblewrap") for text in logged)
 
 
 async def failed(awaited: Any) -> EnvironmentFailure:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import multiprocessing
+import os
 import resource
 import signal
 import subprocess
 import sys
+import tempfile
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from realhf.env.containment import seccomp
+from realhf.env.containment import sandbox, seccomp
+from realhf.env.containment.programs import remove_folder
+
+BWRAP = sandbox.find_bubblewrap()
 
 ATTEMPTS = r"""
 import json, os, socket, subprocess, sys
@@ -196,3 +205,78 @@ def test_a_filtered_process_signals_and_limits_itself_alone() -> None:
         said, end, limited = tried("plain", (name,))
         assert said[0] == f"{name} possible", "else nothing was tried above"
         assert limited if name == "prlimit64" else end == -signal.SIGKILL
+
+
+FILL = r"""
+import json
+
+def fill(path):
+    try:
+        with open(path, "wb", buffering=0) as file:
+            for _ in range(70):
+                file.write(bytes(1 << 20))
+    except OSError as error:
+        return error.strerror
+    return "written"
+
+print(json.dumps({path: fill(path) for path in ("/tmp/a", "/dev/shm/a", "/dev/a")}))
+"""
+
+
+@pytest.mark.skipif(BWRAP is None, reason="bubblewrap does not work here")
+def test_what_is_written_to_memory_in_bubblewrap_is_bounded() -> None:
+    assert BWRAP is not None
+    command = [*sandbox.sandbox_command(BWRAP), sys.executable, "-I", "-S", "-c", FILL]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {
+        "/tmp/a": "No space left on device",
+        "/dev/shm/a": "No space left on device",
+        "/dev/a": "Read-only file system",
+    }
+
+
+def leave_and_remove(folder: Path, report: Connection) -> None:
+    """Leave what a program can leave in its folder, and remove it; send what is logged."""
+    if os.geteuid() == 0:  # Permissions keep root from nothing.
+        os.setgid(65534)
+        os.setuid(65534)
+    (folder / "outer" / "inner").mkdir(parents=True)
+    (folder / "outer" / "inner" / "file").touch()
+    (folder / "link").symlink_to(folder.parent / "kept")
+    os.chmod(folder / "outer" / "inner", 0)
+    os.chmod(folder / "outer", 0)
+    os.chdir(folder)
+    for _ in range(3000):
+        os.mkdir("deep")
+        os.chdir("deep")
+    os.chdir("/")
+    logged = io.StringIO()
+    logging.getLogger().addHandler(logging.StreamHandler(logged))
+    remove_folder(folder)
+    report.send(logged.getvalue())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_folder_is_removed_whatever_a_program_left_in_it(stays: bool) -> None:
+    """Folders that cannot be read, a tree deeper than Python recurses, and nothing behind links. A
+    folder that has to stay is logged."""
+    # Not below tmp_path, which other users cannot enter.
+    with tempfile.TemporaryDirectory(prefix="realhf-test-") as place:
+        kept = Path(place) / "kept"
+        kept.mkdir(mode=0o555)
+        folder = Path(place) / "folder"
+        folder.mkdir()
+        os.chmod(folder, 0o777)
+        os.chmod(place, 0o555 if stays else 0o777)
+        context = multiprocessing.get_context("fork")
+        receiver, report = context.Pipe(duplex=False)
+        child = context.Process(target=leave_and_remove, args=(folder, report))
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+        assert folder.exists() == stays
+        assert kept.stat().st_mode & 0o777 == 0o555
+        assert receiver.recv().strip() == (
+            f"the working folder {folder} of a program could not be removed" if stays else ""
+        )
