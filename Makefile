@@ -177,7 +177,7 @@ validate-adversarial: install
 test-openenv: install
 	@test -x .venv-openenv/bin/openenv || { $(BIN)/python -m venv .venv-openenv && .venv-openenv/bin/python -m pip install --quiet openenv==0.10.0; }
 	@test -x .venv-openenv-core/bin/openenv || { $(BIN)/python -m venv .venv-openenv-core && .venv-openenv-core/bin/python -m pip install --quiet openenv-core==0.3.0; }
-	$(BIN)/python -m pytest -q -rs tests/interop -k 'not verifiers and not gymnasium and not reasoning_gym'
+	$(BIN)/python -m pytest -q -rs tests/interop -k 'not verifiers and not gymnasium and not reasoning_gym and not textarena'
 
 test-inspect: install
 	@test -x .venv-inspect/bin/inspect || { $(BIN)/python -m venv .venv-inspect && .venv-inspect/bin/python -m pip install --quiet inspect_ai==0.3.285 pyarrow msgspec omegaconf isal numpy; }
@@ -222,7 +222,7 @@ test-trl: install
 # Training runs in this environment, so it holds the project as well. verifiers needs an older openai, which only our own
 # tests use otherwise.
 .venv-verifiers/.installed: | $(STAMP)
-	@echo "installing verifiers, Gymnasium and reasoning_gym into .venv-verifiers (two to five minutes)"
+	@echo "installing verifiers, Gymnasium, reasoning_gym and TextArena into .venv-verifiers (two to five minutes)"
 	$(BIN)/python -m venv .venv-verifiers
 	grep -v '^openai==' constraints.txt > .venv-verifiers/constraints.txt
 	.venv-verifiers/bin/python -m pip install --quiet -c .venv-verifiers/constraints.txt torch==2.13.0
@@ -231,7 +231,7 @@ test-trl: install
 	@touch $@
 
 test-verifiers: install .venv-verifiers/.installed
-	$(BIN)/python -m pytest -q -rs tests/interop -k 'verifiers or gymnasium or reasoning_gym'
+	$(BIN)/python -m pytest -q -rs tests/interop -k 'verifiers or gymnasium or reasoning_gym or textarena'
 
 # The SDK is installed beside the project and sees its packages.
 .venv-mcp/.installed: | $(STAMP)

@@ -132,6 +132,7 @@ setup(
         "verifiers": ["verifiers>=0.4,<0.5"],
         "gymnasium": ["gymnasium>=1.0,<2"],
         "reasoning_gym": ["reasoning-gym>=0.1.25,<0.2"],
+        "textarena": ["textarena>=0.7.4,<0.8"],
         "mcp": ["mcp>=2.3,<3"],
         "tinker": ["tinker>=0.38,<0.39", "peft>=0.19,<0.22"],
     },

@@ -127,6 +127,7 @@ environments = Registry(
         "openenv": "realhf.env.adapters.openenv:DEFINITION",
         "reasoning_gym": "realhf.env.adapters.reasoning_gym:DEFINITION",
         "sql": "realhf.environments.sql:DEFINITION",
+        "textarena": "realhf.env.adapters.textarena:DEFINITION",
         "verifiers": "realhf.env.adapters.verifiers_environment:DEFINITION",
     },
 )

@@ -34,7 +34,7 @@ ELSEWHERE = {
 """Programs that are not looked into, and why."""
 LAUNCHED = {
     r"env=openenv": "asks a server that does not run; make test-openenv",
-    r"env=(gymnasium|verifiers|reasoning_gym)": "needs packages of others; make test-verifiers",
+    r"env=(gymnasium|verifiers|reasoning_gym|textarena)": "needs packages of others; make test-verifiers",
     r"env.path=mcp:": "needs a package of others; make test-mcp",
     r"reward_model.path=runs/": "takes what another run trained",
     r"recover_mode=resume": "goes on from a checkpoint, which there is none of",
