@@ -27,7 +27,7 @@ FIRST ?= 0
 # The tests start hundreds of Python processes; without bytecode each compiles the tree again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run check-all check-tasks run-tests test-all model train-real train-all-tiers mutation validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-mcp test-tinker test-agents test-vllm test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
+.PHONY: run check-all check-tasks run-tests test-all model train-real train-all-tiers mutation validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-mcp test-parquet test-tinker test-agents test-vllm test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
@@ -53,6 +53,7 @@ help:
 	@echo "make docs     install MkDocs beside it and build the pages as a site, strictly: site/index.html"
 	@echo "make test-trl install TRL beside it and let its GRPOTrainer take two steps with our classes"
 	@echo "make test-verifiers  install verifiers, Gymnasium and reasoning_gym beside it and train five steps on an environment of each"
+	@echo "make test-parquet  install pyarrow and datasets beside it, and read rows of their files"
 	@echo "make test-mcp  install the official MCP SDK beside it, let its client play here, and play on servers written with it"
 	@echo "make test-agents  install anthropic and the OpenAI Agents SDK beside it and let them play, unmodified, against the endpoint"
 	@echo "make test-tinker  install the client tinker beside it and let it train, sample and outlive kills of the server"
@@ -232,6 +233,17 @@ test-trl: install
 
 test-verifiers: install .venv-verifiers/.installed
 	$(BIN)/python -m pytest -q -rs tests/interop -k 'verifiers or gymnasium or reasoning_gym or textarena'
+
+.venv-parquet/.installed: | $(STAMP)
+	@echo "installing pyarrow and datasets into .venv-parquet (half a minute)"
+	$(BIN)/python -m venv .venv-parquet
+	@$(call see_project,.venv-parquet)
+	.venv-parquet/bin/python -m pip install --quiet -c constraints.txt pyarrow datasets
+	@touch $@
+
+test-parquet: install .venv-parquet/.installed
+	.venv-parquet/bin/python -m pytest -q -rs --run-nightly -k "parquet or datasets" tests/data/test_row_formats.py \
+	  tests/env/loader/test_dataset.py tests/experiments/test_row_file.py
 
 # The SDK is installed beside the project and sees its packages.
 .venv-mcp/.installed: | $(STAMP)

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from realhf.api.config import ConfigError, ExperimentConfig
-from realhf.api.experiment import EvaluationSpec, JobSpec, SourceSpec
+from realhf.api.experiment import EvaluationSpec, JobSpec, SourceSpec, artifact_exists
 from realhf.api.parallel import SHARDED
 from realhf.base.files import content_key, find_imported_files
 from realhf.base.installation import PACKAGE
@@ -57,10 +57,6 @@ def prepare_rows(
     """
     dataset = config.dataset
     file = Path(str(dataset.path)).expanduser().resolve()
-    try:
-        check_rows(file, kind)
-    except ValueError as error:
-        raise ConfigError(f"dataset.path: {' '.join(str(error).split())}") from None
     path = config.actor.path
     made_from = [path]
     if untrained is not None:
@@ -68,7 +64,7 @@ def prepare_rows(
         made_from = [untrained.artifact.name]
     elif Path(path).expanduser().is_dir():
         path = str(Path(path).expanduser())
-        made_from = [*_hash_files(Path(path), leave_out=WEIGHTS)]
+        made_from = [*_hash_files(Path(path), WEIGHTS)]
     options = (
         *("--kind", kind),
         *("--train-on", dataset.train_on),
@@ -81,10 +77,16 @@ def prepare_rows(
         *("--template-kwargs", json.dumps(dict(config.actor.chat_template_kwargs))),
     )
     versions = package_versions(("transformers", "tokenizers"))
-    key = content_key(
-        [*_hash_files(file), *made_from, *options, versions],
-        find_imported_files(PACKAGE, (PROGRAM,)),
-    )
+    try:
+        key = content_key(
+            [*_hash_files(file), *made_from, *options, versions],
+            find_imported_files(PACKAGE, (PROGRAM,)),
+        )
+        # Rows that were tokenised before are valid, unless they or the code have changed.
+        if not artifact_exists(cache / f"rows-{key}"):
+            _check_rows(file, kind, _state(file))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"dataset.path: {' '.join(str(error).split())}") from None
     job = JobSpec(
         "rows",
         PROGRAM,
@@ -121,11 +123,42 @@ def evaluate_rows(
     )
 
 
-def _hash_files(path: Path, leave_out: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield "NAME SHA-256" for a file, or for each file of a folder whose name has none of the
-    endings ``leave_out``."""
+_FileState = tuple[tuple[str, int, int], ...]
+"""(path, size, time of the last change) of files; their contents are read again if it differs."""
+
+
+def _files(path: Path) -> list[Path]:
+    """Return a file, or all files of a folder."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    for file in files:
-        if file.is_file() and file.suffix not in leave_out:
-            with file.open("rb") as content:
-                yield f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}"
+    return [file for file in files if file.is_file()]
+
+
+def _state(path: Path, leave_out: tuple[str, ...] = ()) -> _FileState:
+    """Return the state of a file, or of the files of a folder whose names have none of the endings
+    ``leave_out``."""
+    found = [(file, file.stat()) for file in _files(path) if file.suffix not in leave_out]
+    return tuple((str(file), status.st_size, status.st_mtime_ns) for file, status in found)
+
+
+# A launch builds its experiment once more for each option of the environment that is set.
+@lru_cache(maxsize=4)
+def _check_rows(file: Path, kind: str, state: _FileState) -> None:
+    """Raise ValueError for the first invalid row of a file, which is read once for each state."""
+    del state
+    check_rows(file, kind)
+
+
+def _hash_files(path: Path, leave_out: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Return "NAME SHA-256" of a file, or of each file of a folder whose name has none of the
+    endings ``leave_out``."""
+    return _hash_state(_state(path, leave_out))
+
+
+@lru_cache(maxsize=4)
+def _hash_state(state: _FileState) -> tuple[str, ...]:
+    hashes = []
+    for name, _, _ in state:
+        with open(name, "rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        hashes.append(f"{Path(name).name} {digest}")
+    return tuple(hashes)

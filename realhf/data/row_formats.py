@@ -274,6 +274,8 @@ def _read_message(message: Mapping[str, Any], field: str) -> dict[str, Any]:
         return plain
     if plain.get("tool_calls") == []:
         del plain["tool_calls"]
+    if plain.get("tool_calls"):  # Some templates tell a missing text from null.
+        plain.setdefault("content", None)
     reasoning = [key for key in _REASONING_KEYS if plain.get(key) is not None]
     if len({json.dumps(plain[key]) for key in reasoning}) > 1:
         raise ValueError(f"{field}: {' and '.join(reasoning)} differ; write one of them")

@@ -34,8 +34,8 @@ from realhf.data.tokenized_rows import (
     SUMMARY_FILE,
     TRAIN,
     ExchangeTokenizer,
+    PackedRow,
     RowsSummary,
-    TokenRow,
     digest_rows,
     pack_rows,
 )
@@ -55,7 +55,7 @@ class LocatedRow(NamedTuple):
     """Location, such as ``rows.jsonl, line 3``."""
     prompt: str
     """Digest of the row's prompt, or of the whole row if it has none."""
-    sequences: tuple[TokenRow, ...]
+    sequences: tuple[PackedRow, ...]
     """The row's sequence, or the chosen one and the rejected one."""
 
     @property
@@ -70,7 +70,7 @@ def tokenize_file(file: Path, kind: str, encoder: ExchangeTokenizer) -> list[Loc
     rows = []
     for where, exchanges in read_examples(file, kind):
         try:
-            sequences = tuple(encoder.encode(exchange) for exchange in exchanges)
+            sequences = tuple(PackedRow.of(encoder.encode(exchange)) for exchange in exchanges)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{where}: {error}") from error
         rows.append(LocatedRow(where, _digest_prompt(exchanges[0]), sequences))
@@ -169,7 +169,7 @@ def summarize(
         len(held_out),
         n_dropped,
         sum(len(sequence.ids) for sequence in sequences),
-        sum(sum(sequence.mask) for sequence in sequences),
+        sum(int(sequence.mask.sum()) for sequence in sequences),
         max(row.longest for row in [*train, *held_out]),
         digest,
     )
@@ -179,14 +179,17 @@ def describe_rows(
     file: Path, summary: RowsSummary, first: Sequence[LocatedRow], tokenizer: Any
 ) -> str:
     """Return a text about the rows: the counts, and the tokens of the rows ``first``, one line for
-    each segment of tokens that are trained (``+``) or not (``-``)."""
+    each segment of tokens that are trained (``+``) or not (``-``).
+
+    It names no folder, since later runs may find the same rows in another one.
+    """
     parts = [f"{summary.n_train} rows to train on"]
     if summary.n_held_out:
         parts.append(f"{summary.n_held_out} held out")
     if summary.n_dropped:
         parts.append(f"{summary.n_dropped} dropped because they are too long")
     lines = [
-        f"{file}: {', '.join(parts)}; {summary.n_tokens:,} tokens, {summary.n_trained_tokens:,} of "
+        f"{file.name}: {', '.join(parts)}; {summary.n_tokens:,} tokens, {summary.n_trained_tokens:,} of "
         f"them trained; the longest sequence has {summary.longest:,}"
     ]
     for row in first:
@@ -194,18 +197,19 @@ def describe_rows(
         for name, sequence in zip(names, row.sequences, strict=True):
             where = row.where.removeprefix(f"{file}, ")
             label = f"{where}, {name}" if name else where
-            lines.append(f"{label}: {len(sequence.ids)} tokens, {sum(sequence.mask)} trained (+)")
+            trained = int(sequence.mask.sum())
+            lines.append(f"{label}: {len(sequence.ids)} tokens, {trained} trained (+)")
             lines += _format_segments(sequence, tokenizer)
     return "\n".join(lines) + "\n"
 
 
-def _format_segments(sequence: TokenRow, tokenizer: Any) -> Iterator[str]:
+def _format_segments(sequence: PackedRow, tokenizer: Any) -> Iterator[str]:
     """Yield a line for each run of tokens with the same mask."""
     start = 0
     for place in range(1, len(sequence.ids) + 1):
         if place < len(sequence.ids) and sequence.mask[place] == sequence.mask[start]:
             continue
-        ids = sequence.ids[start:place]
+        ids = sequence.ids[start:place].tolist()
         half = _SHOWN_TOKENS // 2
         left_out = len(ids) - _SHOWN_TOKENS
         if left_out > 0:

@@ -43,6 +43,20 @@ class TokenRow(NamedTuple):
     """Whether each token is trained."""
 
 
+class PackedRow(NamedTuple):
+    """A ``TokenRow`` as arrays, which take a tenth of the memory."""
+
+    ids: np.ndarray
+    """Token ids, int32."""
+    mask: np.ndarray
+    """Whether each token is trained, bool."""
+
+    @staticmethod
+    def of(row: TokenRow) -> PackedRow:
+        """Return the row as arrays."""
+        return PackedRow(np.array(row.ids, np.int32), np.array(row.mask, bool))
+
+
 class ExchangeTokenizer:
     """Converter of exchanges to tokens with a loss mask.
 
@@ -170,15 +184,15 @@ class RowsSummary:
         return from_json_value(RowsSummary, json.loads(text))
 
 
-def pack_rows(rows: Iterable[Sequence[TokenRow]]) -> dict[str, np.ndarray]:
+def pack_rows(rows: Iterable[Sequence[PackedRow]]) -> dict[str, np.ndarray]:
     """Return rows as arrays: ``ids`` int32 and ``mask`` bool of all tokens, and ``lengths`` int64
     (rows, sequences of a row). Every row has the same number of sequences: one, or the chosen and
     the rejected one."""
     sequences = [[*row] for row in rows]
     flat = [sequence for row in sequences for sequence in row]
     return {
-        "ids": np.array([i for sequence in flat for i in sequence.ids], np.int32),
-        "mask": np.array([m for sequence in flat for m in sequence.mask], bool),
+        "ids": np.concatenate([sequence.ids for sequence in flat]),
+        "mask": np.concatenate([sequence.mask for sequence in flat]),
         "lengths": np.array(
             [[len(sequence.ids) for sequence in row] for row in sequences], np.int64
         ),
@@ -190,7 +204,8 @@ def digest_rows(parts: Mapping[str, Mapping[str, np.ndarray]]) -> str:
     digest = hashlib.sha256()
     for part, arrays in sorted(parts.items()):
         for name, array in sorted(arrays.items()):
-            digest.update(f"{part} {name} {array.dtype} {array.shape}".encode() + array.tobytes())
+            digest.update(f"{part} {name} {array.dtype} {array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
 
 

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -172,20 +173,20 @@ def _run(
             f"{earlier.artifact or earlier.run_dir}"
         )
         _run(built, earlier, time.time(), display, signals)
-    _run_jobs(built, spec, display)
+    spec.run_dir.mkdir(parents=True, exist_ok=True)
+    _run_jobs(built, spec, display, spec.run_dir / "logs")
     plan = replace(built.plan(spec, started_at), launch=launch or Launch())
     return run_workers(plan, _scheduler(built), display, signals)
 
 
-def _run_jobs(built: BuiltExperiment, spec: ExperimentSpec, display: Display) -> None:
-    """Run the jobs of an experiment whose artifacts do not exist, and print the jobs' reports."""
-    spec.run_dir.mkdir(parents=True, exist_ok=True)
+def _run_jobs(built: BuiltExperiment, spec: ExperimentSpec, display: Display, logs: Path) -> None:
+    """Run the jobs of an experiment whose artifacts do not exist, and print the jobs' reports.
+    ``logs``: folder of their logs."""
     for job in spec.jobs:
         if artifact_exists(job.artifact):
             display.print_line(f"{job.name}: found {job.artifact}")
         else:
-            log = spec.run_dir / "logs" / f"{job.name}.log"
-            run_job(job, _scheduler(built), log, display)
+            run_job(job, _scheduler(built), logs / f"{job.name}.log", display)
         if job.report:
             for line in (job.artifact / job.report).read_text(encoding="utf-8").splitlines():
                 display.print_line(line)
@@ -193,24 +194,31 @@ def _run_jobs(built: BuiltExperiment, spec: ExperimentSpec, display: Display) ->
 
 def show_rows(built: BuiltExperiment) -> int:
     """Run the jobs that prepare an experiment's data, print their reports, and return the exit
-    code. Raises ConfigError for an experiment whose jobs have none."""
+    code. The run folder, which another launcher may use, is left alone.
+
+    Raises ConfigError for an experiment whose jobs have no report.
+    """
     spec = built.spec
     if not any(job.report for job in spec.jobs):
         raise ConfigError(
             f"mode=show: experiment {spec.name} trains on no file; set dataset.path, or leave it out"
         )
     display = make_display(f"{built.config.experiment_name}/{built.config.trial_name}", live=False)
+    cache = spec.jobs[-1].artifact.parent
     try:
-        with adopt_orphans(), StopSignals().install(), _lock_folder(spec.run_dir):
-            _run_jobs(built, spec, display)
+        with adopt_orphans(), StopSignals().install():
+            cache.mkdir(parents=True, exist_ok=True)
+            logs = Path(tempfile.mkdtemp(prefix=".logs-", dir=cache))
+            _run_jobs(built, spec, display, logs)
     except LaunchInterrupted as stop:
         return _print_error(str(stop), stop.exit_code)
     except LaunchError as error:
-        return _print_error(str(error), 1)
+        return _print_error(str(error), 1)  # It names the log, which is kept.
     except OSError as error:
-        return _print_error(describe_failure(error, spec.run_dir), 1)
+        return _print_error(describe_failure(error, cache), 1)
     finally:
         display.close()
+    shutil.rmtree(logs, ignore_errors=True)
     return 0
 
 

@@ -14,7 +14,7 @@ import torch
 from realhf.algorithms.rows_evaluation import RowsEvaluation
 from realhf.base.dataclass_json import to_json_value
 from realhf.data.row_formats import PREFERENCE, SUPERVISED
-from realhf.data.tokenized_rows import RowsSummary, TokenRow, pack_rows
+from realhf.data.tokenized_rows import PackedRow, RowsSummary, TokenRow, pack_rows
 from tests.algorithms.tiny_policy import context, tiny_actor
 
 
@@ -27,7 +27,8 @@ def write_rows(folder: Path, kind: str, per_row: int) -> list[TokenRow]:
         mask = [False, True, *(draw.random(n - 2) < 0.6).tolist()]
         sequences.append(TokenRow(draw.integers(0, 50, n).tolist(), mask))
     rows = [sequences[start : start + per_row] for start in range(0, len(sequences), per_row)]
-    np.savez(folder / "held_out.npz", **pack_rows(rows))  # type: ignore[arg-type]
+    packed = pack_rows([PackedRow.of(row) for row in sequences_of_row] for sequences_of_row in rows)
+    np.savez(folder / "held_out.npz", **packed)  # type: ignore[arg-type]
     summary = RowsSummary(kind, 0, 70, 0, 0, 0, 11, "")
     (folder / "rows.json").write_text(json.dumps(to_json_value(summary)))
     return sequences

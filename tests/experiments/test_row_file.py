@@ -3,6 +3,7 @@ runs."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import subprocess
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from experiments import row_file
 from realhf.api.config import ConfigError
+from realhf.data.row_formats import check_rows
 from realhf.launch.__main__ import main
 from realhf.launch.build import BuiltExperiment, build_experiment
 from realhf.launch.checks import check_config
@@ -98,6 +101,41 @@ def test_tokens_are_kept_for_the_same_file_options_and_tokenizer(rows: dict[str,
         for more in ((), ("total_train_steps=3",), ("dataset.train_on=all",), ("seed=2",))
     ]
     assert artifacts[0] == artifacts[1] and len({*artifacts}) == 3
+
+
+@pytest.mark.slow
+def test_a_file_is_read_once_however_often_its_experiment_is_built(
+    rows: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The experiment is built once more for each option of the environment that is set."""
+    read: list[Path] = []
+
+    def check(file: Path, kind: str) -> int:
+        read.append(file)
+        return check_rows(file, kind)
+
+    monkeypatch.setattr(row_file, "check_rows", check)
+    file = tmp_path / "own.jsonl"
+    file.write_bytes(rows["sft"].read_bytes())
+    options = ("experiment=sft", f"dataset.path={file}", f"fileroot={tmp_path}", "env=countdown")
+    levels = ("env.levels=[two-small]", "env.partial_credit=0.5")
+    made = built(*options, *levels)
+    assert read == [file]
+    assert built(*options).spec.jobs == made.spec.jobs and read == [file]
+    with file.open("a") as more:
+        more.write(rows["sft"].read_text())
+    changed = built(*options)
+    assert changed.spec.jobs != made.spec.jobs and read == [file] * 2
+    with file.open("a") as more:
+        more.write("{}\n")
+    with pytest.raises(ConfigError, match=r"own\.jsonl, line 25: the row has neither"):
+        built(*options)
+    # What was tokenised before, by another launch, is not read.
+    file.write_bytes(rows["sft"].read_bytes())
+    artifact = made.spec.jobs[-1].artifact
+    artifact.mkdir(parents=True)
+    (artifact / "rows.json").touch()
+    assert built(*options).spec.jobs == made.spec.jobs and len(read) == 3
 
 
 @pytest.mark.slow
@@ -222,14 +260,15 @@ def launch(root: Path, name: str, path: Path, *more: str) -> subprocess.Complete
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_run_trains_on_a_file_shows_it_and_evaluates(rows: dict[str, Path], tmp_path: Path):
+    run = tmp_path / "sft" / "a"
     shown = launch(tmp_path, "sft", rows["sft"], "mode=show")
     assert shown.returncode == 0, shown.stderr
+    assert not run.exists() and not [*(tmp_path / "warm_start").glob(".logs-*")]
     assert "9 rows to train on, 3 held out" in shown.stdout
     assert "<|user|>|2|+|2|?|<|assistant|>" in shown.stdout and "4|<|end|>" in shown.stdout
     done = launch(tmp_path, "sft", rows["sft"])
     assert done.returncode == 0, done.stderr + done.stdout[-2000:]
     assert "9 rows to train on, 3 held out" in done.stdout and "rows: found" in done.stdout
-    run = tmp_path / "sft" / "a"
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert len(metrics) == 2
     summary = json.loads((run / "summary.json").read_text())
@@ -240,6 +279,25 @@ def test_a_run_trains_on_a_file_shows_it_and_evaluates(rows: dict[str, Path], tm
     assert (run / "policy" / "config.json").is_file()
     more = launch(tmp_path, "sft", rows["sft"], "total_train_steps=3")
     assert more.returncode == 0 and "resumed after step 2" in more.stdout, more.stderr
+    with (run / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        shown = launch(tmp_path, "sft", rows["sft"], "mode=show")
+    assert shown.returncode == 0, "a run that uses the folder does not matter"
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_run_trains_on_a_parquet_file(rows: dict[str, Path], tmp_path: Path):
+    pyarrow = pytest.importorskip("pyarrow", exc_type=ImportError)
+    parquet = pytest.importorskip("pyarrow.parquet", exc_type=ImportError)
+    content = [json.loads(line) for line in rows["sft"].read_text().splitlines()]
+    parquet.write_table(pyarrow.Table.from_pylist(content), tmp_path / "rows.parquet")
+    done = launch(tmp_path, "sft", tmp_path / "rows.parquet")
+    assert done.returncode == 0, done.stderr + done.stdout[-2000:]
+    assert "rows.parquet: 9 rows to train on, 3 held out" in done.stdout
+    summary = json.loads((tmp_path / "sft" / "a" / "summary.json").read_text())
+    assert summary["heldout_rows_before"]["loss"] > summary["heldout_rows_after"]["loss"] > 0
 
 
 @pytest.mark.nightly

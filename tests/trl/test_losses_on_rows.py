@@ -21,7 +21,7 @@ from realhf.api.model import CallContext, Model
 from realhf.api.sample import MicroBatchSpec
 from realhf.backends.training.torch_backend import TorchBackend
 from realhf.data.row_formats import PREFERENCE, SUPERVISED, read_examples
-from realhf.data.tokenized_rows import ExchangeTokenizer, TokenizedRows, pack_rows
+from realhf.data.tokenized_rows import ExchangeTokenizer, PackedRow, TokenizedRows, pack_rows
 from tests.api.chat.templates import tokenizer
 from tests.data.test_tokenized_rows import MARKED
 
@@ -128,7 +128,10 @@ def our_losses(
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     encoder = ExchangeTokenizer(models["actor"].tokenizer, train_on=train_on)
-    tokens = [[encoder.encode(each) for each in row.exchanges] for row in read_examples(file, kind)]
+    tokens = [
+        [PackedRow.of(encoder.encode(each)) for each in row.exchanges]
+        for row in read_examples(file, kind)
+    ]
     np.savez(folder / "train.npz", **pack_rows(tokens))  # type: ignore[arg-type]
     sample = TokenizedRows(str(folder)).load([str(n) for n in range(len(rows))], range(len(rows)))
     train = DPOInterface(**loss) if kind == PREFERENCE else SFTInterface()
@@ -211,7 +214,7 @@ def test_rows_of_parquet_are_tokenised(tiny_llama: Path, tmp_path: Path):
             timeout=200,
             check=False,
         )
-        tokenised.append((done.returncode, done.stdout.replace(str(file), "")))
+        tokenised.append((done.returncode, done.stdout.replace(file.name, "")))
     assert tokenised[0][0] == 0, done.stderr
     assert tokenised[1] == (
         0,
