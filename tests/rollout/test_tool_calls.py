@@ -104,8 +104,13 @@ def rewritten(message: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": message.content or "", "tool_calls": calls}
 
 
+def without_words(message: Any) -> dict[str, Any]:
+    """As CrewAI does with a turn that has calls."""
+    return {**as_sent(message), "content": None}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("resent", [as_sent, with_nulls, rewritten])
+@pytest.mark.parametrize("resent", [as_sent, with_nulls, rewritten, without_words])
 async def test_a_conversation_with_tools_keeps_the_ids_that_were_sampled(
     server: Any, resent: Any
 ) -> None:
