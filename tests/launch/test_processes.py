@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from realhf.api.config import AsyncConfig
+from realhf.api.environment import EnvironmentService
 from realhf.launch import processes
 from realhf.launch import run as launch_run
 from realhf.launch.build import build_experiment
@@ -74,6 +75,15 @@ def test_the_marked_cause_wins_over_what_was_logged_after_it(tmp_path):
     log = tmp_path / "m.log"
     log.write_text("Traceback (most recent call last):\n  ...\nFATAL: the cause\nlater noise\n")
     assert failure_message(WorkerExit("master", 1, log)) == f"master failed: the cause (log: {log})"
+
+
+def test_a_flag_of_a_server_is_named_as_the_option_that_sets_it(tmp_path):
+    log = tmp_path / "e.log"
+    log.write_text("FATAL: --pool-size is too large\n")
+    for section in ("env", "env.of.aws"):
+        server = EnvironmentService("some.module", section=section)
+        message = failure_message(WorkerExit("env/0", 1, log), server)
+        assert message == f"env/0 failed: {section}.pool_size is too large (log: {log})"
 
 
 def test_a_killed_process_is_shown_with_the_end_of_its_log(tmp_path):
