@@ -13,7 +13,6 @@ import contextlib
 import logging
 import os
 import signal
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from mcp.shared.message import SessionMessage  # pyright: ignore[reportMissingIm
 
 from realhf.api.environment import EnvironmentFailure
 from realhf.base.text import shorten
-from realhf.env.containment.programs import remove_folder
+from realhf.env.containment.programs import WorkingFolder
 
 T = TypeVar("T")
 MAX_LINE_BYTES = 8 << 20
@@ -100,7 +99,8 @@ class ServerProcess:
         """Context manager that runs the process and yields its streams. Raises EnvironmentFailure
         if it cannot be started."""
         # Not in a thread, whose folder would be nobody's if this call were cancelled.
-        self.folder = Path(tempfile.mkdtemp(prefix="realhf-mcp-"))
+        working = WorkingFolder()
+        self.folder = working.path
         try:
             try:
                 words = await asyncio.to_thread(self._command, self.folder)
@@ -126,7 +126,7 @@ class ServerProcess:
                     await _end_process(process)
         finally:
             with anyio.CancelScope(shield=True):
-                await asyncio.to_thread(remove_folder, self.folder)
+                await asyncio.to_thread(working.remove)
 
     @asynccontextmanager
     async def _run_streams(self, process: asyncio.subprocess.Process) -> AsyncIterator[Streams]:

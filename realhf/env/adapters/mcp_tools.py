@@ -42,6 +42,7 @@ from realhf.env.containment.programs import (
     contain,
     find_program,
     program_environment,
+    remove_abandoned_folders,
 )
 from realhf.env.containment.sandbox import find_bubblewrap
 from realhf.env.loader.author import author_code
@@ -292,15 +293,15 @@ def _connector(options: McpOptions) -> Connector:
 
 
 class _ProcessStart:
-    """How processes of a server are started. Whether bubblewrap works is tried at the first
-    one."""
+    """How processes of a server are started. At the first one, it is tried whether bubblewrap works,
+    and folders that killed processes left are removed."""
 
     def __init__(self, program: Program, order: LaunchOrder, sandbox: str) -> None:
         self._program = program
         self._order = order
         self._sandbox = sandbox
         self._lock = threading.Lock()
-        self._is_tried = sandbox == "plain"
+        self._is_tried = False
         self._bubblewrap: Path | None = None
 
     def words(self, folder: Path) -> Sequence[str]:
@@ -308,7 +309,8 @@ class _ProcessStart:
         EnvironmentFailure if bubblewrap is required and does not work."""
         with self._lock:
             if not self._is_tried:
-                self._bubblewrap = find_bubblewrap()
+                remove_abandoned_folders()
+                self._bubblewrap = None if self._sandbox == "plain" else find_bubblewrap()
                 self._is_tried = True
                 if self._sandbox == "auto" and self._bubblewrap is None:
                     _LOG.warning(

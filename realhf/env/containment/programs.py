@@ -9,12 +9,15 @@ of the folder that it may write to are not bounded. Linux only.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +25,11 @@ from pathlib import Path
 from realhf.env.containment.sandbox import PROGRAM_PATH, sandbox_command
 
 _LAUNCHER = Path(__file__).with_name("launcher.py")
+_FOLDER_PREFIX = "realhf-program-"
+"""Beginning of the names of working folders."""
+_MIN_ABANDONED_AGE_S = 60.0
+"""Age in seconds below which an unlocked folder is kept, because its owner may not have locked it
+yet."""
 _REMOVAL_S = 60.0
 """Seconds that each step of a folder's removal may take."""
 _LOG = logging.getLogger(__name__)
@@ -106,6 +114,36 @@ def contain(
         ),
         *launched,
     ]
+
+
+class WorkingFolder:
+    """New folder that a program may write to. It is locked while its owner lives;
+    ``remove_abandoned_folders`` removes those of killed owners."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def remove(self) -> None:
+        """Remove the folder, once the programs have ended; may block."""
+        remove_folder(self.path)
+        os.close(self._lock)
+
+
+def remove_abandoned_folders() -> None:
+    """Remove the working folders of this user whose owners were killed; may block."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                status = os.fstat(folder)
+                is_new = abs(time.time() - status.st_mtime) < _MIN_ABANDONED_AGE_S
+                if status.st_uid == os.getuid() and not is_new:
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    remove_folder(path)
+            finally:
+                os.close(folder)
 
 
 def remove_folder(folder: Path) -> None:

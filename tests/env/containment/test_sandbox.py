@@ -18,7 +18,11 @@ from pathlib import Path
 import pytest
 
 from realhf.env.containment import sandbox, seccomp
-from realhf.env.containment.programs import remove_folder
+from realhf.env.containment.programs import (
+    WorkingFolder,
+    remove_abandoned_folders,
+    remove_folder,
+)
 
 BWRAP = sandbox.find_bubblewrap()
 
@@ -280,3 +284,45 @@ def test_a_folder_is_removed_whatever_a_program_left_in_it(stays: bool) -> None:
         assert receiver.recv().strip() == (
             f"the working folder {folder} of a program could not be removed" if stays else ""
         )
+
+
+OWNER = """
+import os, sys
+from realhf.env.containment.programs import WorkingFolder
+folder = WorkingFolder()
+(folder.path / "file").touch()
+os.utime(folder.path, (0, 0))
+print(folder.path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_the_folder_of_a_killed_owner_is_removed_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "realhf-program-elsewhere").symlink_to("/")
+    owners = [
+        subprocess.Popen(
+            [sys.executable, "-c", OWNER],
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        folders = [Path(str(owner.stdout and owner.stdout.readline()).strip()) for owner in owners]
+        new = WorkingFolder()
+        owners[0].kill()
+        owners[0].wait()
+        remove_abandoned_folders()
+        assert [folder.exists() for folder in (*folders, new.path)] == [False, True, True]
+        new.remove()
+        assert not new.path.exists()
+    finally:
+        for owner in owners:
+            owner.kill()
+            owner.communicate()
