@@ -130,7 +130,7 @@ class TemplateChat:
         self._arguments_are_text = self._template_reads_text_arguments()
         self._control = ControlWords(find_control_words(tokenizer, self._render_framing()))
         self._turn_end = self._render_after_marker([], [], generation=False)
-        self._syntax_ends = self._find_syntax_ends()
+        self._syntax_ends = self._find_syntax_ends(is_chosen=tool_parser != AUTO)
         self.stop_ids: tuple[int, ...] = self._find_stop_ids(stop_ids)
         self._stops = frozenset(self.stop_ids)
         self._inner_turn_end = self._find_inner_turn_end()
@@ -375,7 +375,7 @@ class TemplateChat:
         """
         ids = list(token_ids)
         text = self.decode(ids)
-        place = find_reasoning_end(text)
+        place = self._syntax.find_reasoning_end(text)
         if not place:
             return None
         start = find_token_boundary(ids, self.decode, place)
@@ -411,13 +411,15 @@ class TemplateChat:
         """Return the result of ``find_forgotten_turns``, from a test rendering; False for all turns
         if the template cannot render such a conversation."""
         tools = [_PROBE_TOOL] if with_tools else []
-        reads_key = "reasoning_content" in self._tokenizer.get_chat_template(tools=tools or None)
+        template = self._tokenizer.get_chat_template(tools=tools or None)
+        keys = ("reasoning_content", self._syntax.reasoning_key)
+        key = next((key for key in keys if key and key in template), "")
         for calls in (True, False):
             with suppress(ChatTemplateError):
                 return find_forgotten_turns(
                     lambda messages: self._render(messages, tools, generation=True),
                     shape,
-                    reads_key=reads_key,
+                    key=key,
                     tool_calls=calls,
                 )
         return (False,) * (len(shape) - 1)
@@ -648,19 +650,26 @@ class TemplateChat:
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _find_syntax_ends(self) -> list[int]:
-        """Return the ids of the syntax's ends of turns. Raises ChatTemplateError if one of them is
-        no token."""
-        ends = []
-        for word in self._syntax.ends:
-            ids = self._encode(word)
-            if len(ids) != 1:
+    def _find_syntax_ends(self, *, is_chosen: bool) -> list[int]:
+        """Return the ids of the syntax's ends of turns.
+
+        Ends that are no tokens are left out with a warning if the syntax was not chosen
+        (``is_chosen``) but detected, and something else ends turns. Otherwise ChatTemplateError is
+        raised.
+        """
+        encoded = {word: self._encode(word) for word in self._syntax.ends}
+        ends = [ids[0] for ids in encoded.values() if len(ids) == 1]
+        missing = next((word for word, ids in encoded.items() if len(ids) != 1), None)
+        if missing is not None:
+            problem = (
+                f"the tokenizer has no token {missing!r}, which ends turns in the syntax "
+                f"{self.family!r} of the chat template's tool calls"
+            )
+            if is_chosen or not (ends or self._turn_end.strip()):
                 raise ChatTemplateError(
-                    f"the tokenizer has no token {word!r}, which ends turns in the syntax "
-                    f"{self.family!r} of the chat template's tool calls; use the model's own "
-                    "tokenizer, or actor.tool_parser=plain"
+                    f"{problem}; use the model's own tokenizer, or actor.tool_parser=plain"
                 )
-            ends += ids
+            _log.warning("%s: turns end without it", problem)
         return ends
 
     def _find_stop_ids(self, further: Sequence[int]) -> tuple[int, ...]:
@@ -886,25 +895,13 @@ def _compile_words(words: Iterable[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(branches)) if branches else None
 
 
-_LEADING_REASONING = re.compile(r"\s*<think>.*?</think>\n*", re.DOTALL)
-_REASONING_END = re.compile(r"(?:(?!<think>|<tool_call>).)*?</think>\n*", re.DOTALL)
-_OPEN_AT_END = re.compile(r"<think>\s*$")
+_OPEN_AT_END = re.compile(r"(?:<think>|\[THINK\]|<\|channel>thought)\s*$")
 Decode = Callable[[Sequence[int]], str]
 """Function from token ids to their text."""
 Encode = Callable[[str], list[int]]
 """Function from a string to its token ids."""
 Render = Callable[[list[dict[str, Any]]], str]
 """Function from messages to the text of the prompt."""
-
-
-def find_reasoning_end(text: str) -> int:
-    """Return the index in ``text`` at which the words after a turn's leading reasoning block start;
-    0 if no reasoning block is closed in it.
-
-    The opening tag may be in the prompt. Line breaks after the closing tag belong to the reasoning.
-    """
-    match = _LEADING_REASONING.match(text) or _REASONING_END.match(text)
-    return match.end() if match else 0
 
 
 def find_open_tag(text: str) -> int:
@@ -933,15 +930,15 @@ def find_token_boundary(ids: Sequence[int], decode: Decode, place: int) -> int |
 
 
 def find_forgotten_turns(
-    render: Render, shape: Sequence[Sequence[str]], *, reads_key: bool, tool_calls: bool
+    render: Render, shape: Sequence[Sequence[str]], *, key: str, tool_calls: bool
 ) -> tuple[bool, ...]:
     """Return, for each policy turn, whether the template omits its reasoning from the prompt after
     the last answer.
 
     shape: roles of the messages in the opening, then roles of the messages in the answer to each
-    turn. render: returns the text of a prompt. reads_key: whether to pass reasoning as
-    ``reasoning_content`` instead of in tags. tool_calls: whether turns that ``tool`` messages
-    follow contain calls.
+    turn. render: returns the text of a prompt. key: the key of a message in which the
+    template reads reasoning; "" for tags in the content. tool_calls: whether turns that ``tool``
+    messages follow contain calls.
     """
     messages: list[dict[str, Any]] = [{"role": role, "content": "words"} for role in shape[0]]
     for number, roles in enumerate(shape[1:]):
@@ -952,8 +949,9 @@ def find_forgotten_turns(
         ]
         reasoning = _marked_reasoning(number)
         turn = (
-            {"content": "said", "reasoning_content": reasoning}
-            if reads_key
+            # gpt-oss takes either words or reasoning beside calls.
+            {"content": "" if calls and key == "thinking" else "said", key: reasoning}
+            if key
             else {"content": _add_think_tags(reasoning)}
         )
         messages.append({"role": "assistant", **turn, **({"tool_calls": calls} if calls else {})})

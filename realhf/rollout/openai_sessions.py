@@ -35,7 +35,7 @@ from realhf.api.rollout import (
     PlayedTurn,
     RolloutOutcome,
 )
-from realhf.api.tool_parser import read_json
+from realhf.api.tool_parser import call_id, read_json
 from realhf.rollout.answer_rules import NO_RULES, AnswerRules, StopMatch, find_stop
 from realhf.rollout.api_errors import ApiError
 from realhf.rollout.episode import EpisodeLimits, TokenBuffer, make_outcome, state_number
@@ -478,8 +478,9 @@ class TokenLedger:
         self, branch: Branch, mark: TurnMark, messages: Sequence[OpenAiMessage], tools: ToolSchemas
     ) -> list[int]:
         """Return the ids between the policy turn at ``mark`` and the turn after ``messages``."""
+        following = _restore_call_ids(messages[mark.messages :], branch, mark)
         return self._chat.following_messages(
-            _to_dicts(messages[mark.messages :]),
+            _to_dicts(following),
             ended=mark.ended,
             end=branch.tokens.completion_ids[mark.tokens - 1],
             tools=tools,
@@ -540,6 +541,31 @@ class TokenLedger:
         self.limit_hit = status
         self.refusals |= {code: status, message: status}
         return ApiError(400, code, message)
+
+
+def _restore_call_ids(
+    messages: Sequence[OpenAiMessage], branch: Branch, mark: TurnMark
+) -> list[OpenAiMessage]:
+    """Return the messages after a policy turn, in which the results of its calls have the ids that
+    the policy wrote into its calls, if it did: the agent got others, which differ in all turns."""
+    parsed = [
+        (call, call_id(number))
+        for number, call in enumerate(mark.turn.tool_calls)
+        if not call.problem
+    ]
+    sampled = {
+        sent.id: call.id
+        for sent, (call, made) in zip(
+            branch.messages[mark.messages - 1].calls, parsed, strict=False
+        )
+        if call.id != made
+    }
+    return [
+        replace(message, call_id=sampled.get(message.call_id, message.call_id))
+        if message.role == "tool"
+        else message
+        for message in messages
+    ]
 
 
 def _to_dicts(messages: Sequence[OpenAiMessage]) -> list[dict[str, Any]]:

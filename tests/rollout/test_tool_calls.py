@@ -19,6 +19,7 @@ from realhf.rollout.api_errors import ApiError
 from realhf.rollout.episode import EpisodeLimits
 from realhf.rollout.openai_requests import ChatMessage, ChatRequest, OpenAiMessage
 from realhf.rollout.openai_sessions import Ending, OpenAiSession, TokenLedger
+from tests.api.chat.families import family_chat
 from tests.api.chat.templates import INSISTS, LLAMA3, QWEN25, SMOLLM2, tokenizer
 from tests.rollout.black_box import Endpoint, FakeTokens, chat, served, serving, spelt
 
@@ -371,6 +372,48 @@ async def test_templates_of_all_families_take_part(template: str, eos: str, said
     assert again.branch is not ledger.branches[0], (
         "a history that was never sampled is rendered as a whole"
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "said", "shown"),
+    [
+        (
+            "mistral3",
+            '[TOOL_CALLS][{"name": "look", "arguments": {"x": 1}, "id": "abcdef123"}, '
+            '{"name": "look", "arguments": {"x": 2}, "id": "abcdef124"}]',
+            ['"call_id": "abcdef123"', '"call_id": "abcdef124"'],
+        ),
+        (
+            "kimi-k2",
+            '<|tool_call_begin|>functions.look:7<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|>'
+            '<|tool_call_begin|>functions.look:9<|tool_call_argument_begin|>{"x": 2}<|tool_call_end|>',
+            ["functions.look:7", "functions.look:9"],
+        ),
+    ],
+)
+async def test_the_history_names_calls_as_they_were_sampled(
+    family: str, said: str, shown: list[str]
+) -> None:
+    """The agent gets ids that differ in all turns, also where the policy repeats its own."""
+    format = family_chat(family)
+    ledger = TokenLedger(format, LEDGER, slot=0, seed=None)
+    messages: list[Any] = [USER]
+    seen: set[str] = set()
+    for _ in range(2):
+        asked = request(messages)
+        turn = ledger.begin(asked.conversation(), asked.parse_tools())
+        if seen:
+            after = format._decode_all(turn.between)
+            assert all(each in after for each in shown) and not any(each in after for each in seen)
+        ids = [*format.encode(said), *format.closing(with_calls=True)[:1]]
+        assert ledger.add(turn, GenOutput(ids, [0.0] * len(ids), [0] * len(ids), "stop"))
+        ledger.keep(turn)
+        names = [call.id for call in turn.answer.calls]
+        assert len({*names} - seen) == 2
+        seen |= {*names}
+        replies = [{"role": "tool", "tool_call_id": name, "content": "a cup"} for name in names]
+        messages = [*messages, turn.answer.for_template(), *replies]
+    assert len(ledger.branches) == 1
 
 
 async def test_what_an_agent_passes_on_from_tools_and_users_holds_no_control_id() -> None:

@@ -12,6 +12,11 @@ from realhf.api.tool_syntax.calls import CallProblem, Tools
 from realhf.api.tool_syntax.json_values import read_json
 
 
+def tool_names(tools: Tools) -> set[str]:
+    """Return the names of the declared tools."""
+    return {str(tool.get("function", tool).get("name")) for tool in tools}
+
+
 def parameter_schemas(name: str, tools: Tools) -> Mapping[str, Any]:
     """Return the schemas of a tool's parameters by name, with references to ``$defs`` resolved."""
     for tool in tools:

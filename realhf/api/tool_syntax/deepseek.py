@@ -24,6 +24,8 @@ _TAGS = Tags(call="<｜tool▁call▁begin｜>", call_end="<｜tool▁call▁end
 _HEAD = re.compile(rf"\s*({NAME})\s*{_SEPARATOR}\s*(?:({NAME})\s*```(?:json)?\s*)?")
 """Name, or the type ``function`` and the name and the start of a block of code."""
 _FENCE = "```"
+find_reasoning_end = _TAGS.find_reasoning_end
+"""Function that finds where the words after the leading reasoning of a turn begin."""
 
 
 def parse(text: str, tools: Tools = ()) -> ParsedTurn:

@@ -27,6 +27,8 @@ _TAGS = Tags(
 _NAME = re.compile(r'\s+name="([^"<>]+)">\s*')
 _PARAMETER = re.compile(rf'<{_WORD}parameter name="([^"<>]*)" string="(true|false)">')
 _PARAMETER_END = f"</{_WORD}parameter>"
+find_reasoning_end = _TAGS.find_reasoning_end
+"""Function that finds where the words after the leading reasoning of a turn begin."""
 
 
 def parse(text: str, tools: Tools = ()) -> ParsedTurn:

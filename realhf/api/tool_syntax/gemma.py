@@ -24,6 +24,8 @@ _QUOTE = '<|"|>'
 _HEAD = re.compile(rf"\s*call:({NAME})\s*(?=\{{)")
 _KEY = re.compile(r"[^\s:{}\[\],<>|\"](?:[^:{}\[\],<>|\"\n]*[^\s:{}\[\],<>|\"])?")
 _CONSTANTS = {"true": True, "false": False, "null": None, "None": None}
+find_reasoning_end = _TAGS.find_reasoning_end
+"""Function that finds where the words after the leading reasoning of a turn begin."""
 
 
 def parse(text: str, tools: Tools = ()) -> ParsedTurn:

@@ -17,8 +17,11 @@ from realhf.api.tool_syntax.calls import (
     surplus_call,
 )
 from realhf.api.tool_syntax.json_values import read_json, skip_space, write_json
+from realhf.api.tool_syntax.tags import Tags
 
 _MESSAGE = "<|message|>"
+_ANALYSIS = Tags("<|channel|>analysis<|message|>", "<|end|><|start|>assistant", "<|channel|>")
+"""The message of the channel for reasoning, up to the header of the next message."""
 _FUNCTIONS = "functions."
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*([^\s<]+)")
@@ -65,6 +68,15 @@ def parse(text: str, tools: Tools = ()) -> ParsedTurn:
         "\n".join(filter(None, (part.strip() for part in parts))) for parts in (words, thoughts)
     )
     return ParsedTurn(content, calls, reasoning)
+
+
+def find_reasoning_end(text: str) -> int:
+    """Return where the header of the first message after the leading reasoning starts; see
+    ``Tags.find_reasoning_end``."""
+    place = 0
+    while end := _ANALYSIS.find_reasoning_end(text, place):
+        place = end
+    return place
 
 
 def write(calls: NamedCalls) -> str:

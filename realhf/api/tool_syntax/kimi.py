@@ -24,6 +24,8 @@ _ARGUMENTS = "<|tool_call_argument_begin|>"
 _TAGS = Tags(call="<|tool_call_begin|>", call_end="<|tool_call_end|>", ignored=(_BEGIN, _END))
 _ID = re.compile(rf"functions\.{NAME}:[0-9]{{1,9}}")
 _HEAD = re.compile(rf"\s*((?:functions\.)?({NAME})(?::[0-9]{{1,9}})?)\s*{re.escape(_ARGUMENTS)}\s*")
+find_reasoning_end = _TAGS.find_reasoning_end
+"""Function that finds where the words after the leading reasoning of a turn begin."""
 
 
 def parse(text: str, tools: Tools = ()) -> ParsedTurn:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import replace
+from typing import Any
 
 from realhf.api.tool_syntax.calls import (
     MAX_CALLS,
@@ -22,13 +24,40 @@ from realhf.api.tool_syntax.json_values import read_json, skip_space, write_json
 from realhf.api.tool_syntax.tags import Tags
 
 _TAGS = Tags("[THINK]", "[/THINK]", "[TOOL_CALLS]")
-_HEAD = re.compile(rf"\s*({NAME})\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]*\s*)?\[ARGS\]\s*")
+_THINK_TAGS = Tags(call=_TAGS.call)
+"""The tags of models of this family that were trained to reason in the tags of others."""
+_THINK_TAG = re.compile(r"\[/?THINK\]|</?think>")
+_HEAD = re.compile(rf"\s*({NAME})\s*(?:\[CALL_ID\]\s*([A-Za-z0-9]*)\s*)?\[ARGS\]\s*")
+_ID = re.compile("[A-Za-z0-9]{9}")
 
 
 def parse(text: str, tools: Tools = ()) -> ParsedTurn:
-    """Parse a turn. Never raises."""
+    """Parse a turn. The ids of the calls are those that the policy wrote, as far as they differ and
+    templates accept them. Never raises."""
     del tools
-    return _TAGS.parse(text, _read)
+    turn = _find_tags(text).parse(text, _read)
+    seen: set[str] = set()
+    calls = []
+    for position, call in enumerate(turn.calls):
+        if call.id in seen:
+            call = replace(call, id=call_id(position))
+        seen.add(call.id)
+        calls.append(call)
+    return replace(turn, calls=calls)
+
+
+def find_reasoning_end(text: str) -> int:
+    """Return where the words after the leading reasoning start; see ``Tags.find_reasoning_end``."""
+    return _find_tags(text).find_reasoning_end(text)
+
+
+def _find_tags(text: str) -> Tags:
+    """Return the tags of the reasoning in a turn: ``<think>`` counts at its start only, and
+    ``</think>`` alone if the prompt may have opened it; words about tags are no reasoning."""
+    first = _THINK_TAG.search(text)
+    word = first[0] if first else ""
+    is_leading = word == "<think>" and text.lstrip().startswith(word)
+    return _THINK_TAGS if is_leading or word == "</think>" else _TAGS
 
 
 def write_list(calls: NamedCalls) -> str:
@@ -63,7 +92,7 @@ def format_id(identifier: str, name: str, number: int) -> str:
     """Return the id of a call in a conversation: nine letters and digits, which templates require.
     An id of this form is kept."""
     del name
-    if re.fullmatch("[A-Za-z0-9]{9}", identifier):
+    if _ID.fullmatch(identifier):
         return identifier
     source = identifier or call_id(number)
     return "c" + hashlib.blake2b(source.encode(errors="replace"), digest_size=4).hexdigest()
@@ -78,12 +107,19 @@ def _read(text: str, start: int, number: int) -> tuple[list[ToolCall], int]:
         return _TAGS.read_malformed(str(error), text, start, number)
     source = _TAGS.source(text, start, end)
     if head:
-        value = {"name": head[1], "arguments": value}
+        value = {"name": head[1], "arguments": value, "id": head[2] or ""}
     values = value if isinstance(value, list) and value else [value]
     calls = [
-        build_call(item, source, position, arguments_key="arguments")
+        _keep_id(build_call(item, source, position, arguments_key="arguments"), item)
         for position, item in enumerate(values[: MAX_CALLS - number], number)
     ]
     if number + len(values) > MAX_CALLS:
         calls.append(surplus_call(source, MAX_CALLS))
     return calls, end
+
+
+def _keep_id(call: ToolCall, value: Any) -> ToolCall:
+    """Return the call with the id that the policy wrote, if templates accept it."""
+    identifier = value.get("id") if isinstance(value, dict) else None
+    is_kept = not call.problem and isinstance(identifier, str) and _ID.fullmatch(identifier)
+    return replace(call, id=identifier) if is_kept else call

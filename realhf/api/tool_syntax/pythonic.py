@@ -7,7 +7,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from realhf.api.tool_syntax.arguments import parameter_schemas, parse_argument, schema_kinds
+from realhf.api.tool_syntax.arguments import (
+    parameter_schemas,
+    parse_argument,
+    schema_kinds,
+    tool_names,
+)
 from realhf.api.tool_syntax.calls import (
     MAX_CALLS,
     NAME,
@@ -33,7 +38,8 @@ from realhf.api.tool_syntax.tags import THINK_TAGS, Tags
 _TAGS = Tags(call="<|tool_call_start|>", call_end="<|tool_call_end|>")
 _WRAPPING = ("<|python_start|>", "<|python_end|>")
 """Words in which Llama 4 may wrap its calls."""
-_LIST_START = re.compile(rf"\[\s*{NAME}\(")
+_LIST_START = re.compile(rf"\[\s*({NAME})\((\s*[^\W\d]\w*\s*=)?")
+"""The start of a list of calls: the name of the first one, and that of its argument if there is one."""
 _CALL = re.compile(rf"({NAME})\(")
 _KEY = re.compile(r"[^\W\d]\w*")
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"' + r"|'[^'\\]*(?:\\.[^'\\]*)*'", re.DOTALL)
@@ -45,6 +51,8 @@ _ESCAPED = {
 _CONSTANTS = {
     "True": True, "False": False, "None": None, "true": True, "false": False, "null": None,
 }  # fmt: skip
+find_reasoning_end = _TAGS.find_reasoning_end
+"""Function that finds where the words after the leading reasoning of a turn begin."""
 
 
 def parse(text: str, tools: Tools = ()) -> ParsedTurn:
@@ -61,13 +69,23 @@ def parse(text: str, tools: Tools = ()) -> ParsedTurn:
 
 
 def _parse_whole(content: str, tools: Tools) -> list[ToolCall]:
-    """Return the calls of a turn without reasoning; [] if it does not look like a list of calls."""
-    words = content.strip().removeprefix(_WRAPPING[0]).removesuffix(_WRAPPING[1]).strip()
-    if not _LIST_START.match(words):
+    """Return the calls of a turn without reasoning; [] if it does not look like a list of calls.
+
+    A list that cannot be parsed is one if it begins with a declared tool, an argument with a name,
+    or the control word before calls.
+    """
+    outer = content.strip()
+    words = outer.removeprefix(_WRAPPING[0]).removesuffix(_WRAPPING[1]).strip()
+    start = _LIST_START.match(words)
+    if start is None:
         return []
     calls, end, problem = _read_list(words, 0, 0, tools)
     if not problem and end < len(words):
         problem = "text follows the calls"
+    # Prose may begin like a call of something that is no tool: [see(1)].
+    is_meant = outer != words or start[2] or start[1] in tool_names(tools)
+    if problem and not is_meant and len(calls) < MAX_CALLS:
+        return []
     return [*calls, malformed_call(problem, words[end:], len(calls))] if problem else calls
 
 

@@ -19,7 +19,7 @@ from realhf.api.tool_syntax import (
     xml,
 )
 from realhf.api.tool_syntax.calls import NamedCalls, ParsedTurn, Tools
-from realhf.api.tool_syntax.tags import THINK_TAGS
+from realhf.api.tool_syntax.tags import THINK_TAGS, TOOL_CALL_TAGS
 
 HERMES = "hermes"
 XML = "xml"
@@ -46,6 +46,12 @@ class ToolSyntax:
     frames_words: bool = False
     """Whether control words also stand around the words of a turn without calls, so that its text
     is not what an agent should read."""
+    find_reasoning_end: Callable[[str], int] = THINK_TAGS.find_reasoning_end
+    """Function that returns the index in a turn's text at which the words after its leading
+    reasoning begin; 0 if no reasoning is closed there."""
+    reasoning_key: str = ""
+    """Key of a message in which chat templates of this syntax read reasoning, if they read no
+    ``reasoning_content``."""
     format_id: Callable[[str, str, int], str] | None = None
     """Function that converts the id of a call to the form that chat templates of this syntax
     expect: (id, name of the function, number of earlier calls) -> id. None: any id is accepted."""
@@ -67,6 +73,8 @@ SYNTAXES: Mapping[str, ToolSyntax] = {
             (("<|channel|>", "<|message|>", "functions."),),
             ends=("<|call|>", "<|return|>"),
             frames_words=True,
+            find_reasoning_end=harmony.find_reasoning_end,
+            reasoning_key="thinking",
         ),
         ToolSyntax(
             "gemma",
@@ -74,6 +82,7 @@ SYNTAXES: Mapping[str, ToolSyntax] = {
             {"Gemma 4": gemma.write, "Gemma 4, first templates": gemma.write_none},
             (("<|tool_call>", "<tool_call|>"),),
             ends=("<|tool_response>", "<turn|>"),
+            find_reasoning_end=gemma.find_reasoning_end,
         ),
         ToolSyntax(
             "kimi",
@@ -81,18 +90,21 @@ SYNTAXES: Mapping[str, ToolSyntax] = {
             {"Kimi K2": kimi.write},
             (("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),),
             format_id=kimi.format_id,
+            find_reasoning_end=kimi.find_reasoning_end,
         ),
         ToolSyntax(
             "dsml",
             dsml.parse,
             {"DeepSeek V3.2": dsml.write, "DeepSeek V4": dsml.write_v4},
             (("｜DSML｜",),),
+            find_reasoning_end=dsml.find_reasoning_end,
         ),
         ToolSyntax(
             "deepseek",
             deepseek.parse,
             {"DeepSeek V3.1": deepseek.write, "DeepSeek V3, R1": deepseek.write_fenced},
             (("<｜tool▁call▁begin｜>",),),
+            find_reasoning_end=deepseek.find_reasoning_end,
         ),
         ToolSyntax(
             "mistral",
@@ -104,6 +116,7 @@ SYNTAXES: Mapping[str, ToolSyntax] = {
             },
             (("[TOOL_CALLS]",),),
             format_id=mistral.format_id,
+            find_reasoning_end=mistral.find_reasoning_end,
         ),
         ToolSyntax(
             "glm",
@@ -111,6 +124,7 @@ SYNTAXES: Mapping[str, ToolSyntax] = {
             {"GLM 4.5 and 4.6": glm.write_lines, "GLM 4.7 and 5": glm.write_compact},
             (("<tool_call>", "<arg_key>"),),
             ends=("<|observation|>", "<|user|>"),
+            find_reasoning_end=TOOL_CALL_TAGS.find_reasoning_end,
         ),
         ToolSyntax(
             XML,
@@ -121,12 +135,14 @@ SYNTAXES: Mapping[str, ToolSyntax] = {
                 "Qwen 3.6": xml.write_json_values,
             },
             (("<tool_call>", "<function="),),
+            find_reasoning_end=TOOL_CALL_TAGS.find_reasoning_end,
         ),
         ToolSyntax(
             HERMES,
             hermes.parse,
             {"Hermes, Qwen 2.5 and 3, SmolLM": hermes.write},
             (("<tool_call>",),),
+            find_reasoning_end=TOOL_CALL_TAGS.find_reasoning_end,
         ),
         ToolSyntax(
             "pythonic",
@@ -136,6 +152,7 @@ SYNTAXES: Mapping[str, ToolSyntax] = {
                 "Llama 3.2 and 4 with a template for it": pythonic.write,
             },
             (("<|tool_call_start|>",), ("func_name1(",)),
+            find_reasoning_end=pythonic.find_reasoning_end,
         ),
         ToolSyntax(
             LLAMA,

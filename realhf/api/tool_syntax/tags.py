@@ -108,6 +108,24 @@ class Tags:
             "\n".join(filter(None, (thought.strip() for thought in thoughts))),
         )
 
+    @cached_property
+    def _reasoning(self) -> re.Pattern[str]:
+        """Pattern of the leading reasoning of a turn, with the line breaks after it."""
+        think = re.escape(self.think)
+        end = re.escape(self.think_end)
+        others = f"{think}|{re.escape(self.call)}" if self.call else think
+        return re.compile(rf"(?:\s*{think}.*?{end}\n*|(?:(?!{others}).)*?{end}\n*)", re.DOTALL)
+
+    def find_reasoning_end(self, text: str, start: int = 0) -> int:
+        """Return the index in ``text`` at which the words after the reasoning at ``start`` begin; 0
+        if no reasoning is closed there.
+
+        The opening tag may be in the prompt. Line breaks after the closing tag belong to the
+        reasoning.
+        """
+        match = self._reasoning.match(text, start)
+        return match.end() if match else 0
+
     def read_malformed(
         self, problem: str, text: str, start: int, number: int
     ) -> tuple[list[ToolCall], int]:

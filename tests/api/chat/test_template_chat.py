@@ -15,8 +15,8 @@ from realhf.api.chat_template import (
     ControlWords,
     TemplateChat,
     find_control_words,
-    find_reasoning_end,
 )
+from realhf.api.tool_syntax.table import SYNTAXES
 from realhf.backends.builtin_policy import train_tokenizer
 from tests.api.chat.templates import INSISTS, LLAMA3, QWEN3, QWEN25, SMOLLM2, tokenizer
 
@@ -259,7 +259,7 @@ def test_a_cue_that_opens_the_reasoning_goes_with_it():
 @given(st.lists(st.sampled_from([*"<>/ab\n ", "<think>", "</think>", "<tool_call>"]), max_size=30))
 def test_any_words_of_a_policy_have_an_end_of_reasoning(parts: list[str]) -> None:
     text = "".join(parts)
-    place = find_reasoning_end(text)
+    place = SYNTAXES["hermes"].find_reasoning_end(text)
     assert 0 <= place <= len(text) and (place == 0 or "</think>" in text[:place])
 
 

@@ -309,7 +309,7 @@ def test_channels_of_harmony_are_reasoning_content_and_calls(
         ("glm", "<tool_call><arg_key>x</arg_key></tool_call>", "no name"),
         ("glm", "<tool_call>f<arg_key>x</arg_key><arg_value>1</tool_call>", "not closed"),
         ("pythonic", "[f(x=y)]", "no JSON"),
-        ("pythonic", "[f(1)]", "no argument with a name"),
+        ("pythonic", "<|python_start|>[f(1)]<|python_end|>", "no argument with a name"),
         ("pythonic", "[f(x=1)] so", "text follows"),
         ("pythonic", "<|tool_call_start|>f(x=1)<|tool_call_end|>", "no list"),
         ("pythonic", "<|tool_call_start|>[f(x=1)]", "is missing"),
@@ -349,6 +349,127 @@ def test_the_answer_of_a_tool_names_the_call_as_the_template_expects(
     assert shown in chat._decode_all(ids)
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["[see(1)] shows it.", "[see(1), see(2)]", "[f() and g()] are equal", "[see(above)]", "[a(b"],
+)
+def test_prose_that_begins_like_a_list_of_calls_is_text(text: str) -> None:
+    assert parse_turn(text, "pythonic", tools=schemas([("look", {})])).content == text
+    assert not parse_turn(text, "pythonic").tool_calls
+
+
+def test_a_list_that_begins_with_a_tool_or_a_named_argument_is_meant_as_calls() -> None:
+    tools = schemas([("see", {"n": 1})])
+    for text, reason in (
+        ("[see(1)] shows it.", "no argument with a name"),
+        ("[look(n=1)] shows it.", "text follows the calls"),
+        ("[see(", "no argument with a name"),
+    ):
+        read = parse_turn(text, "pythonic", tools=tools)
+        assert reason in read.tool_calls[-1].problem and not read.content
+    assert parsed("[look()]", "pythonic", tools) == canonical([("look", {})])
+
+
+LEADING = [
+    ("hermes", "<think>hm</think>\n\n", "ls"),
+    ("plain", "hm</think>\n", "ls"),
+    ("kimi", "<think>hm</think>", "<|tool_calls_section_begin|>"),
+    ("kimi", "", "<|tool_call_begin|>f:0</think>"),
+    ("deepseek", "hm</think>", "<｜tool▁calls▁begin｜>"),
+    ("mistral", "[THINK]hm <think>[/THINK]\n", "[TOOL_CALLS]f[ARGS]{}"),
+    ("mistral", "hm[/THINK]", "ls"),
+    ("mistral", "<think>\nhm [THINK]\n</think>\n", "ls"),
+    ("mistral", "", "so <think> hm </think> is no reasoning"),
+    ("mistral", "", "[TOOL_CALLS]f[ARGS]{}[/THINK]"),
+    ("gemma", "<|channel>thought\nhm\n<channel|>", "<|tool_call>call:f{}<tool_call|>"),
+    ("gemma", "", "so <think>hm</think> ls"),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+        "<|channel|>analysis<|message|>so<|end|><|start|>assistant",
+        "<|channel|>final<|message|>ls",
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant",
+        " to=functions.f<|channel|>commentary json<|message|>{}",
+    ),
+    ("harmony", "", "<|channel|>commentary<|message|>First.<|end|><|start|>assistant to=f"),
+    ("harmony", "", "<|channel|>analysis<|message|>cut<|end|>"),
+]
+"""Syntax, leading reasoning, and the words after it."""
+
+
+@pytest.mark.parametrize(("family", "reasoning", "words"), LEADING)
+def test_the_leading_reasoning_ends_where_the_syntax_says(
+    family: str, reasoning: str, words: str
+) -> None:
+    assert SYNTAXES[family].find_reasoning_end(reasoning + words) == len(reasoning)
+    read = parse_turn(reasoning + words, family)
+    if reasoning:
+        assert "hm" in read.reasoning and "hm" not in read.content
+        after = parse_turn(words, family)
+        assert (read.content, len(read.tool_calls)) == (after.content, len(after.tool_calls))
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "gemma4", "mistral13", "kimi-k2"])
+def test_what_remains_of_a_turn_are_its_sampled_ids(family: str) -> None:
+    chat = chat_of(family)
+    reasoning, words = next(
+        (first, rest) for name, first, rest in LEADING if name == chat.family and first
+    )
+    ids = [*chat.encode(reasoning + words), *chat.closing()[:1]]
+    assert chat.without_reasoning(ids) == ids[len(chat.encode(reasoning)) :]
+    assert chat.without_reasoning(chat.encode(words)) is None
+
+
+def test_gpt_oss_forgets_the_reasoning_before_its_last_words() -> None:
+    """Its template reads reasoning under a key of its own."""
+    template = FAMILIES_OF_MODELS["gpt-oss"].template
+    words = "<|start|>assistant<|channel|>final<|message|>' + message.content }}"
+    assert words in template
+    thinking = (
+        "{%- if message.thinking and loop.last and not add_generation_prompt %}"
+        "{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}"
+        "{%- endif %}{{- '"
+    )
+    made = family_tokenizer("gpt-oss")
+    made.chat_template = template.replace("{{- '" + words, thinking + words)
+    chat = TemplateChat(made)
+    assert chat.find_forgotten_turns((("user",), ("user",)), ()) == (True,)
+    assert chat_of("gpt-oss").find_forgotten_turns((("user",), ("user",)), ()) == (False,)
+
+
+def test_the_ids_of_mistral_are_those_that_the_policy_wrote() -> None:
+    listed = [("f", "abcdef123"), ("g", "abcdef123"), ("h", "short"), ("i", "Zz0000009")]
+    items = [{"name": name, "arguments": {}, "id": each} for name, each in listed]
+    kept = ["abcdef123", "call_1", "call_2", "Zz0000009"]
+    calls = parse_turn(f"[TOOL_CALLS]{json.dumps(items)}", "mistral").tool_calls
+    assert [call.id for call in calls] == kept
+    text = "".join(f"[TOOL_CALLS]{name}[CALL_ID]{each}[ARGS]{{}}" for name, each in listed)
+    assert [call.id for call in parse_turn(text, "mistral").tool_calls] == kept
+
+
+@pytest.mark.parametrize("family", ["mistral3", "mistral11"])
+def test_the_answer_to_a_call_of_mistral_has_the_sampled_id(family: str) -> None:
+    """So the ids of the history are those of the whole conversation in the template."""
+    chat = chat_of(family)
+    user = {"role": "user", "content": "task"}
+    call = {
+        "type": "function",
+        "id": "abcdef123",
+        "function": {"name": "look", "arguments": {}},
+    }
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    tools = schemas([("look", {})])
+    sampled = [*chat.encode_turn(said, tools), *chat.closing(with_calls=True)[:1]]
+    (read,) = chat.parse(sampled, tools).tool_calls
+    answer = {"role": "tool", "name": "look", "tool_call_id": read.id, "content": "a cup"}
+    ids = [*chat.opening([user], tools), *sampled]
+    ids += chat.following_messages([answer], ended=True, end=sampled[-1], tools=tools)
+    assert chat._decode_all(ids) == chat._render([user, said, answer], tools, generation=True)
+
+
 def test_an_argument_of_python_gets_the_type_of_its_schema() -> None:
     """Some templates write all arguments in quotes."""
     tools = schemas([("f", {"n": 1, "s": "x", "o": {}})])
@@ -356,14 +477,40 @@ def test_an_argument_of_python_gets_the_type_of_its_schema() -> None:
     assert dict(read.tool_calls[0].arguments) == {"n": 3, "s": "3", "o": {"a": 1}}
 
 
-@pytest.mark.parametrize("family", ["gpt-oss", "glm4.6", "gemma4"])
-def test_a_tokenizer_without_the_ends_of_the_syntax_is_refused(family: str) -> None:
-    """The end of a call would not be found in what is sampled."""
-    made = tokenizer(FAMILIES_OF_MODELS[family].template, "</s>")
-    word = SYNTAXES[FAMILIES_OF_MODELS[family].parser].ends[0]
+def refused_without_ends(family: str, **more: Any) -> tuple[str, str]:
+    """The refusal of a tokenizer without the control words of a family, and the word it names."""
     with pytest.raises(ChatTemplateError, match="the tokenizer has no token") as caught:
-        TemplateChat(made)
-    assert word in str(caught.value) and "actor.tool_parser=plain" in str(caught.value)
+        TemplateChat(tokenizer(FAMILIES_OF_MODELS[family].template, "</s>"), **more)
+    return str(caught.value), SYNTAXES[FAMILIES_OF_MODELS[family].parser].ends[0]
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "glm4.6", "gemma4"])
+def test_a_chosen_syntax_needs_the_ends_of_its_turns(family: str) -> None:
+    """The end of a call would not be found in what is sampled."""
+    problem, word = refused_without_ends(family, tool_parser=FAMILIES_OF_MODELS[family].parser)
+    assert word in problem and "actor.tool_parser=plain" in problem
+
+
+def test_a_tokenizer_with_no_end_of_turns_at_all_is_refused() -> None:
+    problem, word = refused_without_ends("glm4.6")
+    assert word in problem
+
+
+@pytest.mark.parametrize(
+    ("family", "control"),
+    [("gpt-oss", ()), ("gemma4", ()), ("glm4.6", ("<|user|>",))],
+    ids=["gpt-oss", "gemma4", "glm4.6"],
+)
+def test_with_a_detected_syntax_other_ends_are_enough(
+    family: str, control: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model with the template of a family and a vocabulary of its own."""
+    chat = TemplateChat(tokenizer(FAMILIES_OF_MODELS[family].template, "</s>", control=control))
+    word = SYNTAXES[chat.family].ends[0]
+    assert f"no token {word!r}" in caplog.text
+    assert chat._tokenizer.eos_token_id in chat.stop_ids
+    assert all(chat._tokenizer.encode(each)[0] in chat.stop_ids for each in control)
+    assert chat.closing(with_calls=True)
 
 
 @pytest.mark.parametrize(
