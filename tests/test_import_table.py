@@ -21,6 +21,7 @@ ROOMS: dict[str, str] = {
     "transport": "api base",
     "backends/embedded": "api base",
     "backends/training": "api backends/embedded base",
+    "backends/pretended": "backends/training",
     "backends/parallel": "api backends/embedded backends/training base",
     "backends/vllm": "api backends/embedded base",
     "backends": "api backends/embedded backends/training backends/vllm base",
