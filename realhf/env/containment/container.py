@@ -37,7 +37,7 @@ main(sys.argv[2:])
 """Program of the process. The folder of this package comes after the standard library."""
 _START_S = 30.0
 """Timeout in seconds of building the root, and of beginning or ending a stage."""
-_GRACE_S = 15.0
+GRACE_S = 10.0
 """Seconds beyond the time limit of a command until its answer must be there."""
 _STOP_S = 5.0
 """Seconds to wait for the process to exit."""
@@ -50,6 +50,17 @@ _PIECE_BYTES = 4 << 20
 class ContainerError(RuntimeError):
     """Raised if a container, a stage or a request to it fails for another reason than the
     command."""
+
+
+class StageEnded(ContainerError):
+    """Raised if a stage has ended, or gives no answer in time, while the container still works.
+
+    Commands may have done that; a new stage can begin on their files.
+    """
+
+
+class UnreadableFile(ContainerError):
+    """Raised for something that is no regular file, or too large, in place of a file to read."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,7 @@ class Container:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._channel: socket.socket | None = None
+        self._is_interrupted = False
 
     def start(self) -> None:
         """Build the root. Raises ContainerError with the reason if it cannot be built here."""
@@ -129,10 +141,10 @@ class Container:
 
         A process that it leaves running stays until the end of the stage; after ``timeout_s``
         seconds, or 16 MiB of output, the command and the processes of its group are ended. Raises
-        ContainerError.
+        ContainerError, and StageEnded if no command can be run any more.
         """
         answer = self._request(
-            timeout_s + _GRACE_S,
+            timeout_s + GRACE_S,
             act="run",
             words=["sh", "-c", command] if isinstance(command, str) else [*command],
             folder=folder,
@@ -141,6 +153,10 @@ class Container:
             output_bytes=output_bytes,
         )
         return CommandResult(**answer)
+
+    def clear(self) -> None:
+        """End all processes of the stage, which goes on. Raises ContainerError."""
+        self._request(_START_S, act="clear")
 
     def copy_in(self, source: Path, target: str) -> None:
         """Copy a file or folder of the host to a path in the container; links are copied as links.
@@ -153,20 +169,23 @@ class Container:
                 self._put(str(place), os.readlink(path), mode)
             elif stat.S_ISDIR(mode):
                 self._put(str(place), "", mode)
-            else:
+            elif stat.S_ISREG(mode):
                 self._put_file(path, str(place), mode)
+            else:
+                raise ContainerError(f"{path} is neither a file, a folder nor a link: remove it")
 
     def read(self, path: str) -> bytes | None:
         """Return the content of a file in the container; None if there is no such file.
 
-        Raises ContainerError for a link, a device and a file of more than 1 MiB.
+        Raises ContainerError, and UnreadableFile for a link, a device and a file of more than
+        1 MiB.
         """
         answer = self._send(_START_S, act="read", path=path)
         if "error" not in answer:
             return base64.b64decode(answer["data"])
         if answer["error"] == os.strerror(2):
             return None
-        raise ContainerError(f"{path} cannot be read: {answer['error']}")
+        raise UnreadableFile(f"{path} cannot be read: {answer['error']}")
 
     def make_folder(self, path: str) -> None:
         """Make a folder in the container, with those above it. Raises ContainerError."""
@@ -175,6 +194,7 @@ class Container:
     def interrupt(self) -> None:
         """Let a call that waits in another thread, and all later ones, raise ContainerError; the
         processes of the container end soon."""
+        self._is_interrupted = True
         for channel in (self._channel, self._control):
             if channel is not None:
                 with contextlib.suppress(OSError):
@@ -196,7 +216,8 @@ class Container:
             self._process = None
 
     def _put_file(self, path: Path, place: str, mode: int) -> None:
-        with open(path, "rb") as file:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
             data = file.read(_PIECE_BYTES)
             append = False
             while True:
@@ -219,9 +240,12 @@ class Container:
         if self._channel is None:
             raise ContainerError("no stage runs in the container")
         try:
+            self._channel.settimeout(wait_s)
             self._channel.sendall(encode_frame(request))
+        except TimeoutError:
+            raise self._find_failure(f"took no request within {wait_s:g} s") from None
         except OSError as error:
-            raise ContainerError(f"the container ended: {error.strerror}") from None
+            raise self._find_failure(f"ended: {error.strerror}") from None
         return self._receive(wait_s)
 
     def _receive(self, timeout_s: float) -> dict[str, Any]:
@@ -232,12 +256,20 @@ class Container:
         try:
             answer = receive_frame(channel, timeout_s)
         except TimeoutError:
-            raise ContainerError(f"the container gave no answer within {timeout_s:g} s") from None
+            raise self._find_failure(f"gave no answer within {timeout_s:g} s") from None
         except (BadFrame, OSError) as error:
-            raise ContainerError(f"the container ended: {error}") from None
+            raise self._find_failure(f"ended: {error}") from None
         if not isinstance(answer, dict):
-            raise ContainerError("the container gave an answer that is no map")
+            raise self._find_failure("gave an answer that is no map")
         return answer
+
+    def _find_failure(self, text: str) -> ContainerError:
+        """Return the error of a stage that failed: StageEnded only if nobody interrupted it and the
+        process of the container lives."""
+        is_alive = self._process is not None and self._process.poll() is None
+        if self._is_interrupted or not is_alive:
+            return ContainerError(f"the container {text}")
+        return StageEnded(f"its first process {text}")
 
     def _ask(self, message: Mapping[str, Any], descriptor: int | None = None) -> None:
         """Send a message to the process and wait for its answer. Raises ContainerError."""

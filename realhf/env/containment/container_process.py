@@ -26,7 +26,7 @@ import signal
 import socket
 import stat
 import struct
-import traceback
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -56,11 +56,13 @@ _CLONE_NEWIPC = 0x08000000
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWPID = 0x20000000
 _CLONE_NEWNET = 0x40000000
+_MS_RDONLY = 1
 _MS_NOSUID = 2
 _MS_NODEV = 4
 _MS_NOEXEC = 8
 _MS_REMOUNT = 32
 _MS_PRIVATE = 0x40000
+_MS_BIND = 0x1000
 _MNT_DETACH = 2
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP = 1
@@ -68,7 +70,11 @@ _BASES = ("/mnt", "/media", "/srv", "/opt", "/tmp")
 """Folders at which the root is built; the first that exists is used. Nothing on the host changes,
 because the mounts are in the process's own namespace."""
 _MAX_INODES = 200_000
-"""Maximum number of files in the container's tmpfs."""
+"""Maximum number of files in the container's tmpfs; fewer if its size is small."""
+_MIN_INODES = 8192
+_FILE_BYTES = 4096
+"""Bytes of the container's storage for which it may have one file, each of which also takes about
+1 KiB of the kernel's memory."""
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 """Folders of the host's userland; symbolic links among them stay links."""
 _SETTINGS = (
@@ -94,11 +100,30 @@ _PACKAGES = (
 )
 """Folders of Python packages below /usr in which files can be made."""
 _FOLDERS = (
-    "dev", "dev/shm", "dev/pts", "etc", "home", "logs", "media", "mnt", "opt", "proc", "root", "run",
+    "dev", "etc", "home", "logs", "media", "mnt", "opt", "proc", "root", "run",
     "srv", "tmp", "var", "var/cache", "var/lib", "var/log", "var/spool", "var/tmp",
 )  # fmt: skip
 """Folders that every container has."""
-_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+_MODES = {"tmp": 0o1777, "var/tmp": 0o1777, "root": 0o700}
+"""Modes of the folders that have another one than 755."""
+_REAL_FOLDERS = ("dev", "etc", "proc", "tmp")
+"""Those of them that replace a link of an image."""
+_DEVICES = {
+    "null": "null",
+    "zero": "full",
+    "full": "full",
+    "random": "random",
+    "urandom": "urandom",
+    "tty": "tty",
+}
+"""Devices, each with that of the host which it is. A map of /dev/zero can be shared memory without
+a bound; /dev/full gives the same zeros, and cannot be mapped."""
+_DEV_LIMITS = "size=1m,nr_inodes=1k,mode=0755"
+_SHM_LIMITS = "size=64m,nr_inodes=10k,mode=1777"
+_PTS_LIMITS = "newinstance,ptmxmode=0666,max=64"
+_TCP_BUFFERS = "4096 65536 262144"
+"""Smallest, first and largest size of the buffers of a container's TCP connection in bytes. The
+memory of sockets counts for no process, so both their number and their size are bounded."""
 _LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1",
           "stderr": "/proc/self/fd/2", "ptmx": "pts/ptmx"}  # fmt: skip
 """Symbolic links below /dev, with their targets."""
@@ -110,7 +135,7 @@ _HOSTS = "127.0.0.1 localhost container\n::1 localhost\n"
 _VERIFIER_BYTES = 64 << 20
 """Maximum bytes of the files in each of /tests and /logs of a verifying stage, and bytes by which
 the container's storage grows for it."""
-_HIDDEN_LIMITS = "size=4k,nr_inodes=2,mode=0555"
+_HIDDEN_LIMITS = "size=4k,nr_inodes=1,mode=0555"
 """Options of the empty tmpfs that lies over a hidden folder."""
 _VERIFIER_INODES = 10_000
 """Number of files by which the container's storage grows for a verifying stage."""
@@ -159,6 +184,7 @@ class _Keeper:
         self._root = ""
         self._stage: int | None = None
         self._layers = 0
+        self._max_inodes = min(_MAX_INODES, max(_MIN_INODES, order.storage_bytes // _FILE_BYTES))
 
     def build(self) -> None:
         """Enter the namespaces and build the root. Raises OSError or RuntimeError."""
@@ -198,7 +224,7 @@ class _Keeper:
         """Give the verifier room of its own, so that a full disk does not keep it from working."""
         size = self._order.storage_bytes + _VERIFIER_BYTES
         flags = _MS_REMOUNT | _MS_NOSUID | _MS_NODEV
-        limits = f"size={size},nr_inodes={_MAX_INODES + _VERIFIER_INODES},mode=0755"
+        limits = f"size={size},nr_inodes={self._max_inodes + _VERIFIER_INODES},mode=0755"
         self._libc.mount("container", self._base, "", flags, limits)
 
     def _enter_namespaces(self) -> None:
@@ -228,10 +254,10 @@ class _Keeper:
         order = self._order
         lower = {path: os.open(path, os.O_PATH) for path in _SYSTEM if os.path.isdir(path)}
         image = os.open(order.image, os.O_PATH | os.O_DIRECTORY) if order.image else None
-        devices = {name: os.open(f"/dev/{name}", os.O_PATH) for name in _DEVICES}
+        devices = {name: os.open(f"/dev/{source}", os.O_PATH) for name, source in _DEVICES.items()}
         self._base = next(path for path in _BASES if os.path.isdir(path))
         self._root = f"{self._base}/root"
-        limits = f"size={order.storage_bytes},nr_inodes={_MAX_INODES},mode=0755"
+        limits = f"size={order.storage_bytes},nr_inodes={self._max_inodes},mode=0755"
         self._libc.mount("container", self._base, "tmpfs", _MS_NOSUID | _MS_NODEV, limits)
         os.umask(0o022)
         os.mkdir(self._root)
@@ -247,18 +273,29 @@ class _Keeper:
                     os.mkdir(f"{self._root}{path}")
                     self._overlay(lower[path], path, self._find_writable(path))
         for name in _FOLDERS:
-            os.makedirs(f"{self._root}/{name}", exist_ok=True)
-        for name in ("tmp", "var/tmp", "dev/shm"):
-            os.chmod(f"{self._root}/{name}", 0o1777)
-        os.chmod(f"{self._root}/root", 0o700)
+            self._make_folder(name)
         self._write_settings()
-        self._make_devices(devices)
+        self._keep_devices(devices)
         for path in order.hidden if image is None else ():
             is_system = path.startswith(tuple(f"{each}/" for each in _SYSTEM))
             if is_system and os.path.isdir(f"{self._root}{path}"):
-                self._libc.mount(
-                    "hidden", f"{self._root}{path}", "tmpfs", _MS_NOSUID, _HIDDEN_LIMITS
-                )
+                flags = _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
+                self._libc.mount("hidden", f"{self._root}{path}", "tmpfs", flags, _HIDDEN_LIMITS)
+
+    def _make_folder(self, name: str) -> None:
+        """Make one of ``_FOLDERS``. Links of an image are not followed, because the root is not
+        entered yet: they may lead to the host's files."""
+        path = self._root
+        for part in name.split("/"):
+            path = f"{path}/{part}"
+            if os.path.islink(path):
+                if name not in _REAL_FOLDERS:
+                    return
+                os.unlink(path)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path)
+        if name in _MODES:
+            os.chmod(path, _MODES[name])
 
     def _overlay(self, lower: int, path: str, writable: Sequence[str]) -> None:
         """Mount an overlay of the folder ``lower`` at ``path`` below the root.
@@ -308,18 +345,14 @@ class _Keeper:
             (etc / name).unlink(missing_ok=True)
             (etc / name).write_text(text)
 
-    def _make_devices(self, devices: Mapping[str, int]) -> None:
-        folder = f"{self._root}/dev"
+    def _keep_devices(self, devices: Mapping[str, int]) -> None:
+        """Mount the devices where a stage takes them from, outside of the root."""
+        os.mkdir(f"{self._base}/devices")
         for name, descriptor in devices.items():
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(f"{folder}/{name}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-            self._libc.bind(f"/proc/self/fd/{descriptor}", f"{folder}/{name}")
+            path = f"{self._base}/devices/{name}"
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            self._libc.bind(f"/proc/self/fd/{descriptor}", path)
             os.close(descriptor)
-        for name, target in _LINKS.items():
-            with contextlib.suppress(FileExistsError):
-                os.symlink(target, f"{folder}/{name}")
-        flags = _MS_NOSUID | _MS_NOEXEC
-        self._libc.mount("devpts", f"{folder}/pts", "devpts", flags, "newinstance,ptmxmode=0666")
 
     def _run_helper(self, keeper: int, channel: int, *, verifying: bool) -> None:
         """Run the process between the keeper and the first process of a stage, which dies with it.
@@ -338,8 +371,8 @@ class _Keeper:
             os.kill(first, signal.SIGKILL)
             os.waitpid(first, 0)
             status = 0
-        except BaseException:
-            traceback.print_exc()
+        except BaseException as error:
+            _report(error)
         finally:
             os._exit(status)
 
@@ -357,6 +390,8 @@ class _Keeper:
                 # Before the root is entered, where a command may have removed /dev.
                 null = os.open("/dev/null", os.O_RDWR)
                 self._enter_root(verifying=verifying)
+                # A module that is imported now would be one of the container's.
+                sys.meta_path.clear()
                 close_others(channel, null)
                 give_up_privileges(self._libc, self._order)
             except OSError as error:
@@ -365,18 +400,27 @@ class _Keeper:
             connection.sendall(encode_frame({}))
             Stage(connection, self._order).serve()
             status = 0
-        except BaseException:
-            traceback.print_exc()
+        except BaseException as error:
+            _report(error)
         finally:
             os._exit(status)
 
     def _enter_root(self, *, verifying: bool) -> None:
-        """Make the root this process's, with /proc of its PID namespace and, for a verifier, an
-        empty /tests and /logs; nothing of the host stays mounted."""
+        """Make the root this process's, with /proc of its PID namespace, a new /dev and, for a
+        verifier, an empty /tests and /logs; nothing of the host stays mounted."""
         libc = self._libc
         libc.call("making a mount namespace", "unshare", _CLONE_NEWNS)
         safe = _MS_NOSUID | _MS_NODEV
-        libc.mount("proc", f"{self._root}/proc", "proc", safe | _MS_NOEXEC)
+        proc = f"{self._root}/proc"
+        libc.mount("proc", proc, "proc", safe | _MS_NOEXEC)
+        if not self._order.network:
+            for name in ("tcp_rmem", "tcp_wmem"):
+                Path(proc, "sys/net/ipv4", name).write_text(_TCP_BUFFERS)
+        # The settings of the network namespace belong to its user 0.
+        libc.bind(f"{proc}/sys", f"{proc}/sys")
+        read_only = _MS_BIND | _MS_REMOUNT | _MS_RDONLY | safe | _MS_NOEXEC
+        libc.mount("", f"{proc}/sys", "", read_only)
+        self._mount_dev()
         if verifying:
             for name in ("tests", "logs"):
                 limits = f"size={_VERIFIER_BYTES},nr_inodes={_VERIFIER_INODES}"
@@ -387,6 +431,28 @@ class _Keeper:
         libc.call("changing the root", "pivot_root", b".", b".")
         libc.call("leaving the host's files", "umount2", b".", _MNT_DETACH)
         os.chdir("/")
+
+    def _mount_dev(self) -> None:
+        """Mount a new /dev: what a command has made of the last one is not in it."""
+        libc = self._libc
+        folder = f"{self._root}/dev"
+        flags = _MS_NOSUID | _MS_NOEXEC
+        libc.mount("dev", folder, "tmpfs", flags | _MS_NODEV, _DEV_LIMITS)
+        for name in _DEVICES:
+            os.close(os.open(f"{folder}/{name}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            libc.bind(f"{self._base}/devices/{name}", f"{folder}/{name}")
+        for name, target in _LINKS.items():
+            os.symlink(target, f"{folder}/{name}")
+        for name in ("pts", "shm"):
+            os.mkdir(f"{folder}/{name}")
+        libc.mount("devpts", f"{folder}/pts", "devpts", flags, _PTS_LIMITS)
+        libc.mount("shm", f"{folder}/shm", "tmpfs", flags | _MS_NODEV, _SHM_LIMITS)
+
+
+def _report(error: BaseException) -> None:
+    """Say why a process ends. A traceback would read files, which in a stage are the
+    container's."""
+    sys.stderr.write(f"container: {type(error).__name__}: {error}\n")
 
 
 def _copy_folder(source: Path, target: Path) -> None:

@@ -18,18 +18,20 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from realhf.env.containment import seccomp
+from realhf.env.containment.container_usage import Accountant, count_sockets
 from realhf.env.containment.frames import encode_frame, read_frame
 
 PR_SET_PDEATHSIG = 1
 _PR_CAPBSET_DROP = 24
 _PR_SET_NO_NEW_PRIVS = 38
 PR_SET_DUMPABLE = 4
+_PR_SET_THP_DISABLE = 41
 _MS_BIND = 0x1000
 MS_REC = 0x4000
 _KEPT = (0, 1, 3, 4, 5, 6, 7, 10)
@@ -48,6 +50,11 @@ _MAX_READS = 16
 """Maximum number of pieces of 64 KiB, the size of a pipe, that are read at a time."""
 _MAX_OUTPUT = 16 << 20
 """Bytes of output after which a command is ended."""
+_MAX_PIPES = 64
+"""Maximum number of commands whose processes in the background may still write output."""
+_MAX_SOCKETS = 1024
+"""Maximum number of sockets of a container that has its own network; each holds less than 1 MiB."""
+_QUEUED_SIGNALS = 4096
 _SHELLS = ("/bin/bash", "/bin/sh")
 
 
@@ -58,7 +65,7 @@ class Order:
     storage_bytes: int
     """Maximum bytes of all files that differ from those of the root; they are held in memory."""
     memory_bytes: int
-    """Maximum bytes of private memory of each process, and of all processes of a stage."""
+    """Maximum bytes of memory of each process, and of all processes of a stage."""
     processes: int
     """Maximum number of processes and threads of the container."""
     image: str = ""
@@ -112,6 +119,11 @@ def give_up_privileges(libc: Libc, order: Order) -> None:
         (resource.RLIMIT_FSIZE, order.storage_bytes),
         (resource.RLIMIT_NOFILE, 1024),
         (resource.RLIMIT_CORE, 0),
+        # Pages that are locked for sending would be counted nowhere.
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_SIGPENDING, _QUEUED_SIGNALS),
+        (resource.RLIMIT_RTPRIO, 0),
+        (resource.RLIMIT_NICE, 0),
     ):
         hard = resource.getrlimit(kind)[1]
         ceiling = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
@@ -127,6 +139,7 @@ def give_up_privileges(libc: Libc, order: Order) -> None:
     sets = (ctypes.c_uint32 * 6)(kept, kept, 0, 0, 0, 0)
     libc.call("giving up capabilities", "capset", header, sets)
     libc.call("prctl", "prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc.call("prctl", "prctl", _PR_SET_THP_DISABLE, 1, 0, 0, 0)
     libc.call("prctl", "prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.call("prctl", "prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if not seccomp.install_for_programs():
@@ -171,7 +184,8 @@ class Stage:
         self._order = order
         self._selector = selectors.DefaultSelector()
         self._stream: IO[bytes] = connection.makefile("rb")
-        self._pipes: set[int] = set()
+        self._pipes: list[int] = []
+        self._accountant = Accountant()
 
     def serve(self) -> None:
         """Serve requests until the connection is closed. Between them, read what processes that
@@ -189,11 +203,11 @@ class Stage:
             request = read_frame(self._stream)
             if request is None:
                 return
-            act = {"run": self._run, "put": self._put, "read": self._read}[request.pop("act")]
+            acts = {"run": self._run, "put": self._put, "read": self._read, "clear": self._clear}
             try:
-                answer = act(**request)
-            except OSError as error:
-                answer = {"error": error.strerror or str(error)}
+                answer = acts[request.pop("act")](**request)
+            except (OSError, MemoryError) as error:
+                answer = {"error": getattr(error, "strerror", None) or repr(error)}
             self._connection.sendall(encode_frame(answer))
 
     def _run(
@@ -207,6 +221,8 @@ class Stage:
         """Run a command and return its exit code and its output; if it was ended, no code and the
         reason."""
         output = _Output(output_bytes)
+        if len(self._pipes) >= _MAX_PIPES:
+            self._close_pipe(self._pipes[0])
         read_end, write_end = os.pipe()
         try:
             child = os.fork()
@@ -219,7 +235,7 @@ class Stage:
         os.close(write_end)
         os.set_blocking(read_end, False)
         self._selector.register(read_end, selectors.EVENT_READ)
-        self._pipes.add(read_end)
+        self._pipes.append(read_end)
         code = self._wait(child, time.monotonic() + timeout_s, read_end, output)
         ended = "" if code is not None else "it wrote more than 16 MiB"
         if code is None and output.size <= _MAX_OUTPUT:
@@ -242,16 +258,19 @@ class Stage:
                 if process in ready:
                     self._read_output(pipe, output)
                     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-                for other in self._pipes - {pipe}:
+                for other in [each for each in self._pipes if each != pipe]:
                     self._read_output(other, None)
                 self._reap(but=child)
-                self._limit_memory()
+                self._limit_memory(child)
                 if output.size > _MAX_OUTPUT:
                     break
             for kill in (os.killpg, os.kill):
                 with contextlib.suppress(ProcessLookupError):
                     kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
+            with contextlib.suppress(ChildProcessError):
+                while True:
+                    os.waitpid(-child, 0)
             self._read_output(pipe, output)
             return None
         finally:
@@ -267,13 +286,16 @@ class Stage:
             except BlockingIOError:
                 break
             if not data:
-                self._pipes.remove(pipe)
-                self._selector.unregister(pipe)
-                os.close(pipe)
+                self._close_pipe(pipe)
                 return False
             if output is not None:
                 output.add(data)
         return True
+
+    def _close_pipe(self, pipe: int) -> None:
+        self._pipes.remove(pipe)
+        self._selector.unregister(pipe)
+        os.close(pipe)
 
     def _reap(self, but: int = 0) -> None:
         """Collect the processes that have exited, which would otherwise count towards the limit of
@@ -284,17 +306,26 @@ class Stage:
                     return
                 os.waitpid(exited.si_pid, 0)
 
-    def _limit_memory(self) -> None:
-        """If all processes together have more memory than allowed, end the largest of them until
-        the rest has no more than that."""
-        sizes = dict(_process_memory())
-        total = sum(sizes.values())
-        for pid in sorted(sizes, key=lambda pid: sizes[pid], reverse=True):
-            if total <= self._order.memory_bytes:
-                break
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            total -= sizes[pid]
+    def _limit_memory(self, starting: int = 0) -> None:
+        """If all processes together hold more memory than allowed, or have more sockets, end those
+        that hold most. ``starting``: see ``Accountant.measure``."""
+        usages = self._accountant.measure(starting)
+        memory = {pid: usage.memory for pid, usage in usages.items()}
+        _end_largest(memory, sum(memory.values()), self._order.memory_bytes)
+        if not self._order.network and (sockets := count_sockets()) > _MAX_SOCKETS:
+            descriptors = {pid: usage.descriptors for pid, usage in usages.items()}
+            # Those of a process that is ending are no reason to end another one.
+            total = min(sockets, sum(descriptors.values()))
+            _end_largest(descriptors, total, _MAX_SOCKETS)
+
+    def _clear(self) -> dict[str, Any]:
+        """End all other processes of the stage, and wait until none exists."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
+        return {}
 
     def _put(self, path: str, data: str, mode: int, *, append: bool = False) -> dict[str, Any]:
         """Write a file, or append to it, and make the folders above it. Without data and with the
@@ -307,7 +338,11 @@ class Stage:
             target.unlink(missing_ok=True)
             target.symlink_to(data)
         else:
-            with open(target, "ab" if append else "wb") as file:
+            flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else os.O_TRUNC)
+            descriptor = os.open(target, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+            with open(descriptor, "wb") as file:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    return {"error": "Not a regular file"}
                 file.write(base64.b64decode(data))
             target.chmod(stat.S_IMODE(mode))
         return {}
@@ -324,50 +359,14 @@ class Stage:
         return {"data": base64.b64encode(data).decode()}
 
 
-def _process_memory() -> Iterator[tuple[int, int]]:
-    """Yield each process of the stage but the first, with the bytes of its memory that are not of
-    files: private and shared memory, and page tables.
-
-    Pages of a shared anonymous map stay in memory after the process has dropped them
-    (``MADV_DONTNEED``), when no counter of the process shows them. Such a map therefore counts with
-    its whole size, once for all processes that have it.
-    """
-    counted: set[str] = set()
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or name == "1":
-            continue
-        try:
-            status = Path(f"/proc/{name}/status").read_text()
-            maps = Path(f"/proc/{name}/maps").read_text()
-        except OSError:
-            continue
-        counters = {"RssAnon": 0, "RssShmem": 0, "VmPTE": 0}
-        for line in status.splitlines():
-            field, _, value = line.partition(":")
-            if field in counters:
-                counters[field] = int(value.split()[0]) << 10
-        shared = _measure_shared_maps(maps, counted)
-        yield (
-            int(name),
-            counters["RssAnon"] + counters["VmPTE"] + max(counters["RssShmem"], shared),
-        )
-
-
-def _measure_shared_maps(maps: str, counted: set[str]) -> int:
-    """Return the bytes of the shared anonymous maps in the text of ``/proc/PID/maps`` whose inodes
-    are not in ``counted`` yet, and add these."""
-    size = 0
-    found: set[str] = set()
-    for line in maps.splitlines():
-        if not line.endswith("/dev/zero (deleted)"):
-            continue
-        addresses, _, _, _, inode, *_ = line.split()
-        if inode not in counted:
-            start, end = addresses.split("-")
-            size += int(end, 16) - int(start, 16)
-            found.add(inode)
-    counted |= found
-    return size
+def _end_largest(sizes: Mapping[int, int], total: int, limit: int) -> None:
+    """End the processes with the largest sizes until the rest of ``total`` is within the limit."""
+    for pid in sorted(sizes, key=lambda pid: sizes[pid], reverse=True):
+        if total <= limit:
+            break
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        total -= sizes[pid]
 
 
 def _become_command(

@@ -17,6 +17,7 @@ import errno
 import os
 import platform
 import struct
+from collections.abc import Iterator
 from typing import NamedTuple
 
 _SET_MODE_FILTER = 1
@@ -38,6 +39,10 @@ _JUMP_AT_LEAST = 0x35
 """BPF: jump if the loaded word is at least the operand."""
 _JUMP_SET = 0x45
 """BPF: jump if the loaded word has a bit of the operand."""
+_JUMP_ABOVE = 0x25
+"""BPF: jump if the loaded word is larger than the operand."""
+_AND = 0x54
+"""BPF: keep the bits of the operand in the loaded word."""
 _RETURN = 0x06
 """BPF: return the operand."""
 _X32_CALLS = 0x40000000
@@ -47,6 +52,21 @@ _NAMESPACES = 0x7E020000
 _FAMILIES = (1, 2, 10, 16)
 """Families of sockets of a container's commands: AF_UNIX, AF_INET, AF_INET6 and AF_NETLINK, each of
 which belongs to the network namespace."""
+_CLONE_FILES = 0x00000400
+"""Flag of ``clone`` that shares the descriptors."""
+_MAP_SHARED_ANONYMOUS = 0x21
+"""Flags of ``mmap``: MAP_SHARED, which MAP_SHARED_VALIDATE contains, and MAP_ANONYMOUS."""
+_MAP_HUGETLB = 0x40000
+"""Flag of ``mmap`` that takes memory from the host's pool of huge pages."""
+SHARED_MAP_BYTES = 1 << 20
+"""Maximum bytes of a shared anonymous map of a container's commands. Nothing shows how much of its
+memory is in use, so a bound is counted for each."""
+_DENIED_OPERATIONS = (4, 41)
+"""Operations of ``prctl`` that are denied to programs: PR_SET_DUMPABLE, which would hide a process
+from its accounting, and PR_SET_THP_DISABLE, which would allow huge pages again: one page of it in
+use keeps all of a huge page in memory, which no counter shows."""
+_PRIO_PROCESS = 0
+_IOPRIO_PROCESS = 1
 _OFFSET_NUMBER = 0
 """Offset of the system call number in struct seccomp_data."""
 _OFFSET_ARCH = 4
@@ -54,6 +74,8 @@ _OFFSET_ARCH = 4
 _OFFSET_FIRST_ARGUMENT = 16
 """Offset of the lower half of the first argument in struct seccomp_data, on little-endian
 machines."""
+_OFFSET_SECOND_ARGUMENT = 24
+_OFFSET_FOURTH_ARGUMENT = 40
 
 
 class Machine(NamedTuple):
@@ -77,6 +99,16 @@ class Machine(NamedTuple):
     """Number of ``socket``, which is allowed to programs only with some families."""
     denied_to_programs: tuple[int, ...]
     """Numbers of the system calls that fail with EPERM in the commands of a container."""
+    mmap: int
+    """Number of ``mmap``, whose shared anonymous maps are bounded in a container."""
+    prctl: int
+    """Number of ``prctl``, of which some operations are denied to programs."""
+    scheduling: tuple[int, ...]
+    """Numbers of sched_setparam, sched_setscheduler, sched_setaffinity and sched_setattr, which
+    programs may not call for the first process of their stage."""
+    priority: tuple[int, int]
+    """Numbers of ``setpriority`` and ``ioprio_set``, which programs may call for one process only,
+    and not for the first one of their stage."""
 
 
 # Since Linux 5.1, system calls have the same number on all machines: io_uring_setup,
@@ -87,7 +119,7 @@ _NEW_CALLS = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442, 447, 467)
 # Denied to programs: mount, umount2, pivot_root, unshare, setns, ptrace, process_vm_readv,
 # process_vm_writev, bpf, kexec_load, kexec_file_load, init_module, finit_module, delete_module,
 # add_key, request_key, keyctl, userfaultfd, perf_event_open, open_by_handle_at, memfd_create,
-# shmget, semget, msgget, mq_open, quotactl, swapon, swapoff, reboot, acct
+# shmget, semget, msgget, mq_open, quotactl, swapon, swapoff, reboot, acct, vmsplice
 _MACHINES = {
     # fork, vfork, execve, execveat, socket, connect, bind, ptrace, mount, umount2, chroot,
     # pivot_root, unshare, setns, bpf, kexec_load, init_module, finit_module, process_vm_readv,
@@ -97,12 +129,14 @@ _MACHINES = {
                       (57, 58, 59, 322, 41, 42, 49, 101, 165, 166, 161, 155, 272, 308, 321, 246, 175, 313, 310, 311,
                        250, 323, 304, 425, 438, 62, 424, 200, 129, 297), 41,
                       (165, 166, 155, 272, 308, 101, 310, 311, 321, 246, 320, 175, 313, 176, 248, 249, 250, 323, 298,
-                       304, 319, 29, 64, 68, 240, 179, 167, 168, 169, 163, *_NEW_CALLS)),
+                       304, 319, 29, 64, 68, 240, 179, 167, 168, 169, 163, 278, *_NEW_CALLS),
+                      9, 157, (142, 144, 203, 314), (141, 251)),
     "aarch64": Machine(0xC00000B7, 277, 220, 435, 131, 261,
                        (221, 281, 198, 203, 200, 117, 40, 39, 51, 41, 97, 268, 280, 104, 105, 273, 270, 271, 219, 282,
                         265, 425, 438, 129, 424, 130, 138, 240), 198,
                        (40, 39, 41, 97, 268, 117, 270, 271, 280, 104, 294, 105, 273, 106, 217, 218, 219, 282, 241,
-                        265, 279, 194, 190, 186, 180, 60, 224, 225, 142, 89, *_NEW_CALLS)),
+                        265, 279, 194, 190, 186, 180, 60, 224, 225, 142, 89, 75, *_NEW_CALLS),
+                       222, 167, (118, 119, 122, 274), (140, 30)),
 }  # fmt: skip
 """Supported architectures, by the name of the machine in ``platform``."""
 
@@ -190,25 +224,93 @@ def _pack(program: list[_Instruction]) -> bytes:
 def _assemble_program_filter(machine_numbers: Machine) -> bytes:
     """Assemble the classic BPF program for the commands of a container."""
     program = _begin_filter(machine_numbers, machine_numbers.denied_to_programs)
-    program += [
+    set_priority, set_io_priority = machine_numbers.priority
+    rules: list[tuple[int, list[_Instruction]]] = [
         # A command may limit itself, but not the first process of its stage.
-        (_JUMP_EQUAL, 0, 4, machine_numbers.prlimit64),
-        (_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT),
-        (_JUMP_EQUAL, 0, 1, 0),
-        (_RETURN, 0, 0, _ALLOW),
-        (_RETURN, 0, 0, _EPERM),
-        (_JUMP_EQUAL, 0, 4, machine_numbers.clone),
-        (_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT),
-        (_JUMP_SET, 0, 1, _NAMESPACES),
-        (_RETURN, 0, 0, _EPERM),
-        (_RETURN, 0, 0, _ALLOW),
-        (_JUMP_EQUAL, 1, 0, machine_numbers.socket),
-        (_RETURN, 0, 0, _ALLOW),
-        (_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT),
+        (machine_numbers.prlimit64, [*_return_unless_first(_JUMP_EQUAL, 0, _EPERM)]),
+        (
+            machine_numbers.clone,
+            [
+                *_return_if_first(_JUMP_SET, _NAMESPACES, _EPERM),
+                # The descriptors of a thread that shares none are shown nowhere.
+                (_JUMP_SET, 0, 2, _CLONE_THREAD),
+                (_JUMP_SET, 1, 0, _CLONE_FILES),
+                (_RETURN, 0, 0, _EPERM),
+            ],
+        ),
+        (
+            machine_numbers.mmap,
+            [
+                (_LOAD, 0, 0, _OFFSET_FOURTH_ARGUMENT),
+                (_JUMP_SET, 0, 1, _MAP_HUGETLB),
+                (_RETURN, 0, 0, _ERRNO | errno.ENOMEM),
+                (_AND, 0, 0, _MAP_SHARED_ANONYMOUS),
+                (_JUMP_EQUAL, 0, 5, _MAP_SHARED_ANONYMOUS),
+                (_LOAD, 0, 0, _OFFSET_SECOND_ARGUMENT + 4),
+                (_JUMP_EQUAL, 0, 2, 0),
+                (_LOAD, 0, 0, _OFFSET_SECOND_ARGUMENT),
+                (_JUMP_ABOVE, 0, 1, SHARED_MAP_BYTES),
+                (_RETURN, 0, 0, _ERRNO | errno.ENOMEM),
+            ],
+        ),
+        (
+            machine_numbers.prctl,
+            [
+                (_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT),
+                *(
+                    step
+                    for operation in _DENIED_OPERATIONS
+                    for step in ((_JUMP_EQUAL, 0, 1, operation), (_RETURN, 0, 0, _EPERM))
+                ),
+            ],
+        ),
+        *(
+            (number, [*_return_if_first(_JUMP_EQUAL, 1, _EPERM)])
+            for number in machine_numbers.scheduling
+        ),
+        *(
+            (
+                number,
+                [
+                    (_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT),
+                    (_JUMP_EQUAL, 0, 2, kind),
+                    (_LOAD, 0, 0, _OFFSET_SECOND_ARGUMENT),
+                    (_JUMP_EQUAL, 0, 1, 1),
+                    (_RETURN, 0, 0, _EPERM),
+                ],
+            )
+            for number, kind in ((set_priority, _PRIO_PROCESS), (set_io_priority, _IOPRIO_PROCESS))
+        ),
+        (
+            machine_numbers.socket,
+            [
+                (_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT),
+                *(
+                    step
+                    for family in _FAMILIES
+                    for step in ((_JUMP_EQUAL, 0, 1, family), (_RETURN, 0, 0, _ALLOW))
+                ),
+                (_RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT),
+            ],
+        ),
     ]
-    for family in _FAMILIES:
-        program += [(_JUMP_EQUAL, 0, 1, family), (_RETURN, 0, 0, _ALLOW)]
-    return _pack([*program, (_RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT)])
+    for number, steps in rules:
+        program += [(_JUMP_EQUAL, 0, len(steps) + 1, number), *steps, (_RETURN, 0, 0, _ALLOW)]
+    return _pack([*program, (_RETURN, 0, 0, _ALLOW)])
+
+
+def _return_if_first(jump: int, operand: int, verdict: int) -> Iterator[_Instruction]:
+    """Yield instructions that return ``verdict`` if the first argument passes a test."""
+    yield (_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT)
+    yield (jump, 0, 1, operand)
+    yield (_RETURN, 0, 0, verdict)
+
+
+def _return_unless_first(jump: int, operand: int, verdict: int) -> Iterator[_Instruction]:
+    """Yield instructions that return ``verdict`` unless the first argument passes a test."""
+    yield (_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT)
+    yield (jump, 1, 0, operand)
+    yield (_RETURN, 0, 0, verdict)
 
 
 def _assemble_filter(machine_numbers: Machine, pid: int) -> bytes:
