@@ -618,8 +618,8 @@ def rollout_options(config: sft.Config, group_size: int) -> RolloutOptions:
     """Return the options for playing episodes, in training as well as evaluation. ``group_size``:
     rollouts per task in training.
 
-    Raises ConfigError if the limit of turns would end episodes before the environment scores them,
-    or if a limit of an environment of a mixture is higher than the run's.
+    Raises ConfigError if a limit of the run does not fit those of the environment, see
+    ``check_limits``.
     """
     rollout = config.rollout
     environment = chosen_environment(config.env)
@@ -648,7 +648,8 @@ def rollout_options(config: sft.Config, group_size: int) -> RolloutOptions:
 
 def check_limits(config: sft.Config, spec: EnvironmentSpec) -> None:
     """Raise ConfigError if the limit of turns would end an environment's episodes before it scores
-    them, or if a limit of an environment of a mixture is higher than the run's."""
+    them, if a limit of an environment of a mixture is higher than the run's, or if an environment
+    may take longer for an answer than the run waits."""
     rollout = config.rollout
     bounds = {"max_turns": "rollout", "max_total_tokens": "rollout", "max_new_tokens": "gen"}
     for name, part in (spec.parts or {"": EnvironmentPart(spec, 1.0)}).items():
@@ -669,6 +670,12 @@ def check_limits(config: sft.Config, spec: EnvironmentSpec) -> None:
                 f"{limited}.max_turns={max_turns} cuts episodes off before {part.spec.name} has "
                 f"ended and scored them, which takes up to {environment_turns} turns "
                 f"({own}.max_turns): raise the one or lower the other"
+            )
+        if (longest_s := part.spec.longest_call_s) > rollout.message_timeout_s:
+            raise ConfigError(
+                f"rollout.message_timeout_s={rollout.message_timeout_s:g}: {part.spec.name} may "
+                f"take {longest_s:g} s for an answer by the time limits of its tasks: set it to "
+                f"{math.ceil(longest_s)} or more, or lower those"
             )
 
 

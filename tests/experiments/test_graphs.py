@@ -108,6 +108,19 @@ def test_an_environment_that_would_be_cut_off_before_it_scores_is_refused(tmp_pa
     assert made.spec.mfcs[0].interface_args["max_turns"] == 5
 
 
+@pytest.mark.slow
+def test_an_environment_that_may_answer_later_than_the_run_waits_is_refused(tmp_path: Path) -> None:
+    """A policy could make its bad episodes fail without a reward."""
+    (tmp_path / "game.py").write_text(
+        SCORES_AT_ITS_END.replace("turns=5", "turns=4, longest_call_s=90.5")
+    )
+    arguments = ["experiment=grpo", f"env.path={tmp_path / 'game.py'}:GAME"]
+    said = r"^rollout\.message_timeout_s=60: Game may take 90\.5 s .*: set it to 91 or more"
+    with pytest.raises(ConfigError, match=said):
+        build_experiment(compose_config(arguments))
+    build_experiment(compose_config([*arguments, "rollout.message_timeout_s=91"]))
+
+
 @pytest.mark.parametrize(
     "options", [{"algo": "gigpo"}, {"loss_agg": "seq_mean_turn_mean"}, {"algo": "sdpo"}], ids=str
 )
