@@ -31,8 +31,10 @@ from realhf.api.environment import (
     Turn,
 )
 from realhf.api.option import option
+from realhf.base import process_clock
 from realhf.base.json_rows import Row
-from realhf.env.harbor.episode import HarborEpisode, Limits
+from realhf.env.harbor.dockerfile import read_text
+from realhf.env.harbor.episode import HarborEpisode, Limits, Verdict, longest_call_s
 from realhf.env.harbor.task import HarborTask, find_tasks, read_task
 from realhf.env.loader.tasks import RowTaskSet, split_rows
 from realhf.env.loader.threads import Threads
@@ -76,7 +78,10 @@ class HarborOptions:
         30, "The verifier runs after this many turns of the policy.", at_least=1
     )
     command_timeout_s: float = option(
-        30.0, "A command is ended after this time (s).", above=0, at_most=3600
+        30.0,
+        "The commands of a message together are ended after this time (s).",
+        above=0,
+        at_most=3600,
     )
     observation_chars: int = option(
         4000, "The policy reads at most this much of a command's output.", at_least=100
@@ -162,12 +167,12 @@ class HarborEnvironment:
         if episode is None:
             raise EnvironmentFailure("internal", "no episode is open; call reset first")
         self._turns += 1
-        answers = [await self._answer(episode, call) for call in message.tool_calls]
+        answers = await self._answer_all(episode, message.tool_calls)
         if answers and self._turns < self._max_turns and not episode.is_over:
             return Turn(answers)
-        rewards = await self._run(episode, episode.verify)
+        verdict = await self._run(episode, episode.verify)
         await self.close()
-        return _last_turn(answers, rewards)
+        return _last_turn(answers, verdict)
 
     async def close(self) -> None:
         """End the container. Idempotent."""
@@ -176,12 +181,28 @@ class HarborEnvironment:
         if episode is not None:
             await self._run(episode, episode.close)
 
-    async def _answer(self, episode: HarborEpisode, call: ToolCall) -> ChatMessage:
-        """Run a call and return the message with its result."""
+    async def _answer_all(
+        self, episode: HarborEpisode, calls: Sequence[ToolCall]
+    ) -> list[ChatMessage]:
+        """Run the calls of a message and return the messages with their results."""
+        left_s = self._limits.command_timeout_s
+        answers: list[ChatMessage] = []
+        for call in calls:
+            began = process_clock.now()
+            answers.append(await self._answer(episode, call, left_s))
+            left_s -= process_clock.now() - began
+        return answers
+
+    async def _answer(self, episode: HarborEpisode, call: ToolCall, left_s: float) -> ChatMessage:
+        """Run a call for ``left_s`` seconds at most and return the message with its result."""
         text = _find_call_problem(call)
         if not text and episode.is_over:
             text = "error: the time of the task is used up"
-        text = text or await self._run(episode, partial(episode.run, call.arguments["command"]))
+        elif not text and left_s <= 0:
+            text = "error: the calls before have used up the time of the message"
+        text = text or await self._run(
+            episode, partial(episode.run, call.arguments["command"], left_s)
+        )
         message = {"role": "tool", "name": TOOL, "content": replace_surrogates(text)}
         return message | {"tool_call_id": call.id} if call.id else message
 
@@ -195,11 +216,16 @@ class HarborEnvironment:
             raise
 
 
-def _last_turn(answers: Sequence[ChatMessage], rewards: Mapping[str, float]) -> Turn:
-    reward = rewards["reward"]
-    metrics = {"success": float(reward >= _SOLVED), "progress": min(1.0, max(0.0, reward))}
-    others = {name: value for name, value in rewards.items() if name != "reward"}
-    return Turn(answers, done=True, reward=reward, rewards=others, metrics=metrics)
+def _last_turn(answers: Sequence[ChatMessage], verdict: Verdict) -> Turn:
+    reward = verdict.rewards["reward"]
+    metrics = {
+        "success": float(reward >= _SOLVED),
+        "progress": min(1.0, max(0.0, reward)),
+        "verifier_failed": float(bool(verdict.problem)),
+    }
+    others = {name: value for name, value in verdict.rewards.items() if name != "reward"}
+    info = {"verifier": verdict.problem} if verdict.problem else {}
+    return Turn(answers, done=True, reward=reward, rewards=others, metrics=metrics, info=info)
 
 
 def _find_call_problem(call: ToolCall) -> str:
@@ -241,7 +267,10 @@ class _Examiner:
         """Return what is wrong with a task, and what differs from a run in Docker. Raises
         EnvironmentFailure."""
         harbor_task = self._tasks[task.payload["task"]]
-        remarks = [TaskRemark(text, is_fault=False) for text in harbor_task.warnings]
+        warnings = harbor_task.find_warnings(
+            memory_mb=self._limits.memory_mb, storage_mb=self._limits.storage_mb
+        )
+        remarks = [TaskRemark(text, is_fault=False) for text in warnings]
         if harbor_task.network and not self._network:
             text = "the task asks for the internet, which env.network=none does not give it"
             remarks.append(TaskRemark(text, is_fault=False))
@@ -258,7 +287,7 @@ class _Examiner:
             try:
                 episode.open()
                 output = episode.solve() if solve else ""
-                return [*_judge(episode.verify()["reward"], output, solved=solve)]
+                return [*_judge(episode.verify().rewards["reward"], output, solved=solve)]
             except ValueError as error:
                 return [TaskRemark(str(error))]
             finally:
@@ -300,7 +329,7 @@ def _solution_command(task: HarborTask) -> str | None:
     folder = task.solution
     if folder is None or task.solution_variables or len([*folder.iterdir()]) > 1:
         return None
-    text = (folder / "solve.sh").read_text(encoding="utf-8")
+    text = read_text(folder / "solve.sh", folder)
     first, _, rest = text.partition("\n")
     if not first.startswith("#!"):
         return text.strip()
@@ -363,6 +392,7 @@ def build(options: HarborOptions) -> EnvironmentSpec:
         max_turns=options.max_turns,
         tools=[SCHEMA],
         examine=examiner.examine,
+        longest_call_s=max(longest_call_s(task, limits) for task in tasks.values()),
     )
 
 

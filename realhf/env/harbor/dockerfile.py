@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 import re
 import shlex
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -70,6 +72,11 @@ class Build:
     variables: dict[str, str] = field(default_factory=lambda: {"PATH": _PATH})
     """Environment variables: PATH, and those set by ENV."""
 
+    @property
+    def runs(self) -> bool:
+        """Whether commands run while the container is built."""
+        return any(isinstance(step, Run) for step in self.steps)
+
 
 def read_dockerfile(file: Path) -> Build:
     """Read a Dockerfile. Raises ValueError that names the line for what cannot be followed, and
@@ -77,7 +84,7 @@ def read_dockerfile(file: Path) -> Build:
     build = Build()
     if (file.parent / ".dockerignore").exists():
         raise ValueError(f"{file.parent / '.dockerignore'}: a .dockerignore is not followed")
-    for number, line in _logical_lines(file.read_text(encoding="utf-8")):
+    for number, line in _logical_lines(read_text(file, file.parent)):
         word, _, rest = line.partition(" ")
         instruction = word.upper()
         try:
@@ -89,6 +96,18 @@ def read_dockerfile(file: Path) -> Build:
     if not build.base:
         raise ValueError(f"{file}: has no FROM")
     return build
+
+
+def read_text(file: Path, folder: Path) -> str:
+    """Return the text of a file in ``folder``. Raises ValueError for a link that leaves the folder,
+    which may name any file of the host, and for what is no file, and OSError."""
+    if not file.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{file}: leaves the folder {folder}: put the file there")
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, encoding="utf-8") as stream:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError(f"{file}: is no file: write one")
+        return stream.read()
 
 
 def stands_in(image: str) -> bool:
@@ -167,7 +186,7 @@ def _find_sources(source: str, folder: Path) -> list[Path]:
     for path in found:
         if not path.resolve().is_relative_to(inside):
             raise ValueError(f"COPY {source}: leaves the folder of the Dockerfile")
-        if not path.exists():
+        if not (path.is_file() or path.is_dir()):
             raise ValueError(f"COPY {source}: there is no such file")
     if not found:
         raise ValueError(f"COPY {source}: there is no such file")

@@ -9,7 +9,14 @@ from pathlib import PurePosixPath
 from realhf.api.environment import EnvironmentFailure
 from realhf.base import process_clock
 from realhf.base.installation import PACKAGE
-from realhf.env.containment.container import CommandResult, Container, ContainerError
+from realhf.env.containment.container import (
+    GRACE_S,
+    CommandResult,
+    Container,
+    ContainerError,
+    StageEnded,
+    UnreadableFile,
+)
 from realhf.env.containment.container_stage import Order
 from realhf.env.harbor.dockerfile import Copy, MakeFolder, Run
 from realhf.env.harbor.task import HarborTask, InvalidReward, parse_reward
@@ -25,6 +32,8 @@ _VERIFY = "chmod +x /tests/test.sh && exec /tests/test.sh"
 _SOLVE = "chmod +x /solution/solve.sh && exec /solution/solve.sh"
 _LOG_BYTES = 2000
 """Maximum bytes of the output of a verifier or a build that an error quotes."""
+_SETUP_S = 10.0
+"""Seconds in which a container and its stages begin and end on a busy host."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,7 @@ class Limits:
     """Limits of an episode, where the task does not set a lower one."""
 
     command_timeout_s: float
-    """Time in seconds that a command of the agent may take."""
+    """Time in seconds that the commands of a message may take together."""
     output_bytes: int
     """Maximum bytes of a command's output that the policy reads."""
     memory_mb: int
@@ -45,17 +54,37 @@ class Limits:
     """Whether a task that asks for the internet uses the host's network."""
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What a verifier said."""
+
+    rewards: Mapping[str, float]
+    """Rewards by name, among them ``reward``."""
+    problem: str = ""
+    """Why the verifier gave none, so that the reward is 0; "" if it gave one."""
+
+
+def longest_call_s(task: HarborTask, limits: Limits) -> float:
+    """Return the seconds that the longest call for a task, building it or a message with its
+    verifier, takes at most on a host that is not overloaded."""
+    build_s = task.build_timeout_s if task.build.runs else 0.0
+    commands_s = min(limits.command_timeout_s, task.agent_timeout_s)
+    return _SETUP_S + max(build_s + GRACE_S, commands_s + task.verifier_timeout_s + 2 * GRACE_S)
+
+
 class HarborEpisode:
     """An episode of one task. All methods block; ``interrupt`` may be called from another thread.
 
-    ``EnvironmentFailure`` is raised for everything that is not the agent's doing, so that the
-    episode has no reward.
+    ``EnvironmentFailure`` is raised only for what the agent cannot have done, so that the episode
+    has no reward. All else is graded: a command after which the container's stage is gone is one
+    that was ended, and a verifier that gives no reward after a command of the agent gives 0.
     """
 
     def __init__(self, task: HarborTask, limits: Limits) -> None:
         self.task = task
         self._limits = limits
         self._left_s = task.agent_timeout_s
+        self._has_acted = False
         self._container = Container(
             Order(
                 storage_bytes=min(task.storage_mb, limits.storage_mb) << 20,
@@ -102,12 +131,17 @@ class HarborEpisode:
         except (ContainerError, OSError) as error:
             raise self._failure(f"the container could not be built: {error}") from None
 
-    def run(self, command: str) -> str:
-        """Run a command of the agent and return what it reads."""
-        limit_s = min(self._limits.command_timeout_s, self._left_s)
+    def run(self, command: str, limit_s: float) -> str:
+        """Run a command of the agent for ``limit_s`` seconds at most and return what it reads."""
+        self._has_acted = True
         began = process_clock.now()
-        result = self._run(command, limit_s, {})
-        self._left_s -= process_clock.now() - began
+        try:
+            result = self._run(command, min(limit_s, self._left_s), {})
+        except StageEnded as error:
+            self._begin_again()
+            return f"[ended, with all processes: {error}]"
+        finally:
+            self._left_s -= process_clock.now() - began
         if result.code is None:
             return f"{result.output}\n[ended: {result.ended}]".lstrip("\n")
         if result.code:
@@ -122,33 +156,47 @@ class HarborEpisode:
             self._container.copy_in(self.task.solution, "/solution")
         except (ContainerError, OSError) as error:
             raise self._failure(f"the solution could not be copied: {error}") from None
-        result = self._run(_SOLVE, self.task.agent_timeout_s, self.task.solution_variables)
+        try:
+            result = self._run(_SOLVE, self.task.agent_timeout_s, self.task.solution_variables)
+        except StageEnded as error:
+            raise ValueError(f"the solution was ended, with all processes: {error}") from None
         if result.code is None:
             raise ValueError(f"the solution was ended: {result.ended}")
         return result.output[-_LOG_BYTES:]
 
-    def verify(self) -> Mapping[str, float]:
-        """End the processes of the agent, run the verifier, and return the rewards by name, among
-        them ``reward``."""
+    def verify(self) -> Verdict:
+        """End the processes of the agent, run the verifier, and return its verdict."""
         container = self._container
         try:
             container.end()
             container.begin(verifying=True)
             container.copy_in(self.task.tests, "/tests")
-            limit_s = self.task.verifier_timeout_s
-            result = self._run(_VERIFY, limit_s, self.task.verifier_variables)
-            if result.code is None:
-                raise EnvironmentFailure(
-                    "timeout", f"{self.task.name}: the verifier was ended: {result.ended}"
-                )
-            text = container.read("/logs/verifier/reward.txt")
-            mapping = container.read("/logs/verifier/reward.json") if text is None else None
+        except (ContainerError, OSError) as error:
+            raise self._failure(f"the verifier could not begin: {error}") from None
+        try:
+            return Verdict(self._find_rewards())
+        except (InvalidReward, StageEnded, UnreadableFile) as error:
+            # What the agent left behind may have kept the verifier from its work.
+            if self._has_acted:
+                return Verdict({"reward": 0.0}, str(error))
+            raise self._failure(str(error)) from None
+        except ContainerError as error:
+            raise self._lost(error) from None
+
+    def _find_rewards(self) -> Mapping[str, float]:
+        """Run the verifier, end all that it has started, and return the rewards that it wrote."""
+        container = self._container
+        result = self._run(_VERIFY, self.task.verifier_timeout_s, self.task.verifier_variables)
+        if result.code is None:
+            raise InvalidReward(f"the verifier was ended: {result.ended}")
+        container.clear()
+        text = container.read("/logs/verifier/reward.txt")
+        mapping = container.read("/logs/verifier/reward.json") if text is None else None
+        try:
             return parse_reward(text, mapping)
         except InvalidReward as error:
             output = result.output[-_LOG_BYTES:].strip() or "nothing"
-            raise self._failure(f"{error}; exit code {result.code}, output: {output}") from None
-        except (ContainerError, OSError) as error:
-            raise self._failure(f"the verifier could not run: {error}") from None
+            raise InvalidReward(f"{error}; exit code {result.code}, output: {output}") from None
 
     def interrupt(self) -> None:
         """Let a call that runs in another thread fail, without waiting for it."""
@@ -173,6 +221,7 @@ class HarborEpisode:
             raise self._failure(f"RUN {words[:80]} {how}: {result.output.strip()}")
 
     def _run(self, command: str, limit_s: float, variables: Mapping[str, str]) -> CommandResult:
+        """Run a command in the task's folder. Raises StageEnded."""
         build = self.task.build
         try:
             return self._container.run(
@@ -182,8 +231,21 @@ class HarborEpisode:
                 timeout_s=limit_s,
                 output_bytes=self._limits.output_bytes,
             )
+        except StageEnded:
+            raise
         except ContainerError as error:
-            raise EnvironmentFailure("lost", f"{self.task.name}: {error}") from None
+            raise self._lost(error) from None
+
+    def _begin_again(self) -> None:
+        """Begin a new stage in place of one that has ended."""
+        try:
+            self._container.end()
+            self._container.begin()
+        except ContainerError as error:
+            raise self._lost(error) from None
+
+    def _lost(self, error: ContainerError) -> EnvironmentFailure:
+        return EnvironmentFailure("lost", f"{self.task.name}: {error}")
 
     def _failure(self, text: str) -> EnvironmentFailure:
         return EnvironmentFailure("internal", f"{self.task.name}: {text}")

@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import math
 import re
+import stat
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realhf.env.harbor.dockerfile import Build, read_dockerfile, stands_in
+from realhf.env.harbor.dockerfile import Build, read_dockerfile, read_text, stands_in
 
 _DEFAULT_TIMEOUT_S = 600.0
 """Time limit in seconds of the agent, the verifier and the build, if ``task.toml`` has none."""
@@ -38,6 +39,21 @@ _NOT_PLAYED = {
     "docker_compose": "compose",
 }
 """Keys of ``[environment]`` that are refused if they are set, with what they ask for."""
+_KNOWN = {
+    "": ("artifacts", "agent", "environment", "metadata", "multi_step_reward_strategy",
+         "schema_version", "solution", "source", "steps", "task", "verifier", "version"),
+    "agent": ("allowed_hosts", "network_mode", "timeout_sec", "user"),
+    "environment": ("allow_internet", "allowed_hosts", "build_timeout_sec", "cpus", "docker_image",
+                    "env", "memory", "memory_mb", "network_mode", "os", "storage", "storage_mb",
+                    "workdir", *_NOT_PLAYED),
+    "solution": ("env",),
+    "verifier": ("allowed_hosts", "collect", "env", "environment", "environment_mode",
+                 "network_mode", "timeout_sec", "user"),
+}  # fmt: skip
+"""Keys of ``task.toml`` by table; "" for the whole file. Others are refused, because they may
+change what a task means; ``task`` and ``metadata`` describe it only."""
+_KINDS = (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)
+"""Kinds of files that a task may consist of."""
 _MAX_INSTRUCTION_CHARS = 1 << 18
 _ROOT = "root"
 """Key of ``[metadata.realhf]``: the folder of an unpacked image, relative to the task's."""
@@ -69,6 +85,8 @@ class HarborTask:
     """Memory that the task asks for, in MiB."""
     storage_mb: int
     """Storage that the task asks for, in MiB."""
+    asked: Mapping[str, float]
+    """What ``task.toml`` itself asks for, of ``memory_mb``, ``storage_mb`` and ``cpus``."""
     network: bool
     """Whether ``task.toml`` says that the task may use the internet."""
     verifier_variables: Mapping[str, str] = field(default_factory=dict)
@@ -94,12 +112,18 @@ class HarborTask:
         folder = self.folder / "solution"
         return folder if (folder / "solve.sh").is_file() else None
 
-    @property
-    def warnings(self) -> Sequence[str]:
-        """What differs from a run of the task in Docker."""
+    def find_warnings(self, *, memory_mb: int, storage_mb: int) -> Sequence[str]:
+        """Return what differs from a run of the task in Docker, with these limits of an episode."""
         warnings = []
         if not self.image:
             warnings.append(f"the host's userland stands in for the image {self.build.base}")
+        for name, limit in (("memory_mb", memory_mb), ("storage_mb", storage_mb)):
+            if self.asked.get(name, 0) > limit:
+                warnings.append(
+                    f"the task asks for {name}={self.asked[name]:g} and gets env.{name}={limit}"
+                )
+        if cpus := self.asked.get("cpus"):
+            warnings.append(f"cpus={cpus:g} is not enforced: the host's CPUs are shared")
         return warnings
 
 
@@ -120,7 +144,7 @@ def read_task(folder: Path) -> HarborTask:
     """Read a task folder. Raises ValueError that names the file and what is wrong or not played."""
     file = folder / "task.toml"
     try:
-        config = tomllib.loads(file.read_text(encoding="utf-8"))
+        config = tomllib.loads(read_text(file, folder))
         instruction = _read_instruction(folder)
         _refuse_features(config, folder)
         environment = _section(config, "environment")
@@ -136,6 +160,7 @@ def read_task(folder: Path) -> HarborTask:
             instruction=instruction,
             build=build,
             image=image,
+            asked=_find_asked(environment),
             agent_timeout_s=_seconds(_section(config, "agent"), "timeout_sec", "agent"),
             verifier_timeout_s=_seconds(_section(config, "verifier"), "timeout_sec", "verifier"),
             build_timeout_s=_seconds(environment, "build_timeout_sec", "environment"),
@@ -203,7 +228,7 @@ def _decode(data: bytes, name: str) -> str:
 
 
 def _read_instruction(folder: Path) -> str:
-    text = (folder / "instruction.md").read_text(encoding="utf-8").strip()
+    text = read_text(folder / "instruction.md", folder).strip()
     if not text or len(text) > _MAX_INSTRUCTION_CHARS:
         raise ValueError(f"{folder / 'instruction.md'}: is empty or too long")
     return text
@@ -217,10 +242,23 @@ def _refuse_features(config: Mapping[str, Any], folder: Path) -> None:
     for name in ("tests/test.sh", "instruction.md"):
         if not (folder / name).is_file():
             raise ValueError(f"{folder / name}: there is no such file")
+    for name in ("environment", "tests", "solution"):
+        if (folder / name).is_symlink():
+            raise ValueError(f"{folder / name}: is a link: put the folder there")
+        for path in (folder / name).rglob("*"):
+            if stat.S_IFMT(path.lstat().st_mode) not in _KINDS:
+                raise ValueError(f"{path}: is neither a file, a folder nor a link: remove it")
+    for name in ("tests/test.sh", "solution/solve.sh"):
+        if (folder / name).exists():
+            read_text(folder / name, folder)
 
 
 def _unplayed(config: Mapping[str, Any], folder: Path) -> Iterator[str]:
     environment = _section(config, "environment")
+    for name, known in _KNOWN.items():
+        for key in _section(config, name) if name else config:
+            if key not in known:
+                yield f"the unknown key {name}{'.' if name else ''}{key[:40]}"
     for key, what in _NOT_PLAYED.items():
         if environment.get(key):
             yield f"{what} (environment.{key})"
@@ -245,8 +283,15 @@ def _unplayed(config: Mapping[str, Any], folder: Path) -> Iterator[str]:
         yield "a verifier in an environment of its own (verifier.environment_mode)"
     if verifier.get("collect"):
         yield "collected artifacts (verifier.collect)"
-    if environment.get("network_mode") not in (None, "none", "no-network", "public"):
-        yield f"the network mode {environment['network_mode']!r} (environment.network_mode)"
+    for name in ("environment", "agent", "verifier"):
+        section = _section(config, name)
+        if section.get("allowed_hosts"):
+            yield f"a list of hosts ({name}.allowed_hosts)"
+        mode = section.get("network_mode")
+        if mode not in (None, "none", "no-network", "public"):
+            yield f"the network mode {mode!r} ({name}.network_mode)"
+        elif mode is not None and mode != environment.get("network_mode", mode):
+            yield f"a network that changes ({name}.network_mode)"
 
 
 def _find_image(config: Mapping[str, Any], folder: Path) -> str:
@@ -255,6 +300,8 @@ def _find_image(config: Mapping[str, Any], folder: Path) -> str:
     if not named:
         return ""
     path = (folder / _text(named, "metadata.realhf.root")).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise ValueError(f"metadata.realhf.root: {path} is outside of the task: move it there")
     if not (path / "usr").is_dir():
         raise ValueError(f"metadata.realhf.root: {path} is no unpacked image: it has no usr")
     return str(path)
@@ -295,6 +342,20 @@ def _variables(section: Mapping[str, Any], name: str) -> dict[str, str]:
             raise ValueError(f"{name}.env.{key}: variables of the host are not given to tasks")
         variables[key] = text
     return variables
+
+
+def _find_asked(environment: Mapping[str, Any]) -> dict[str, float]:
+    """Return the amounts that a task itself asks for."""
+    asked: dict[str, float] = {
+        f"{name}_mb": _megabytes(environment, name, 0)
+        for name in ("memory", "storage")
+        if name in environment or f"{name}_mb" in environment
+    }
+    if (cpus := environment.get("cpus")) is not None:
+        if isinstance(cpus, bool) or not isinstance(cpus, (int, float)) or not 0 < cpus < math.inf:
+            raise ValueError("environment.cpus is no positive number")
+        asked["cpus"] = cpus
+    return asked
 
 
 def _text(value: Any, name: str) -> str:

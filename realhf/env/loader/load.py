@@ -33,10 +33,8 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
     """Parse options such as ``["size=3", "names=[1, 2]"]`` into a map from name to value.
 
     Lists, maps and ``null`` are parsed as JSON; other values stay text, which ``build_environment``
-    converts by the type hints of the environment's options. ``args.size=3`` sets a key of the map
-    ``args``, as at a launch; its numbers and truth values are parsed as JSON, too, since a map has
-    no type hints for its keys. Raises ValueError for text without "=" or name, a repeated option or
-    invalid JSON.
+    converts by the type hints of the environment's options. Raises ValueError for text without "="
+    or name, a repeated option or invalid JSON.
     """
     options: dict[str, Any] = {}
     for text in texts:
@@ -44,23 +42,12 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
         name = name.strip().removeprefix("env.")
         if not equals or not name:
             raise ValueError(f"{text!r} is not an option: write option=value")
-        *maps, key = name.split(".")
-        values = options
-        for part in maps:
-            values = values.setdefault(part, {})
-            if not isinstance(values, dict):
-                raise ValueError(f"the option {name!r} sets a key of {part!r}, which is no map")
-        if key in values:
+        if name in options:
             raise ValueError(f"the option {name!r} is given twice")
-        if value[:1] in ("[", "{") or value == "null" or (maps and _is_json_scalar(value)):
-            values[key] = _json_value(value, name)
-        else:
-            values[key] = value
+        options[name] = (
+            _json_value(value, name) if value[:1] in ("[", "{") or value == "null" else value
+        )
     return options
-
-
-def _is_json_scalar(text: str) -> bool:
-    return re.fullmatch(r"true|false|-?\d+(\.\d+)?([eE][-+]?\d+)?", text) is not None
 
 
 def _json_value(text: str, name: str) -> Any:

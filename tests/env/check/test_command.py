@@ -59,16 +59,6 @@ def test_options_stay_text_but_for_lists_maps_and_null() -> None:
     }
 
 
-def test_an_option_can_set_a_key_of_a_map() -> None:
-    texts = ["env.args.size=3", "args.fast=true", "args.name=a3", 'args.more={"x": 1}']
-    expected = {"args": {"size": 3, "fast": True, "name": "a3", "more": {"x": 1}}}
-    assert parse_options(texts) == expected
-    with pytest.raises(ValueError, match="given twice"):
-        parse_options([*texts, "args.size=4"])
-    with pytest.raises(ValueError, match="sets a key of 'args', which is no map"):
-        parse_options(["args=3", "args.size=4"])
-
-
 @pytest.mark.slow
 def test_a_sound_environment_ends_with_0_and_shows_every_check_and_the_tools(
     capsys: pytest.CaptureFixture[str],

@@ -3,49 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from realhf.api.environment import AssistantMessage, ToolCall, Turn
-from realhf.env.containment.container import Container, ContainerError
-from realhf.env.containment.container_stage import Order
 from realhf.env.harbor.definition import HarborEnvironment
 from realhf.env.loader.load import build_environment
-
-
-def find_obstacle() -> str:
-    """Return why no container can be made here; "" if one can be."""
-    container = Container(Order(storage_bytes=16 << 20, memory_bytes=256 << 20, processes=32))
-    try:
-        container.start()
-        container.begin()
-    except ContainerError as error:
-        return f"no container can be made here: {error}"
-    finally:
-        container.close()
-    return ""
+from tests.env.containment.obstacle import skip_without_containers
 
 
 @pytest.fixture(scope="session")
 def containers() -> None:
     """Skip the test where no container can be made."""
-    if obstacle := find_obstacle():
-        pytest.skip(obstacle)
-
-
-@pytest.fixture
-def container(containers: None) -> Iterator[Container]:
-    """A container in its first stage."""
-    container = Container(Order(storage_bytes=32 << 20, memory_bytes=256 << 20, processes=64))
-    try:
-        container.start()
-        container.begin()
-        yield container
-    finally:
-        container.close()
+    skip_without_containers()
 
 
 WriteTask = Callable[..., Path]

@@ -3,9 +3,20 @@ reach."""
 
 from __future__ import annotations
 
+import asyncio
+import re
+import time
+from pathlib import Path
+
 import pytest
 
-from realhf.api.environment import EnvironmentFailure
+from realhf.api.environment import (
+    AssistantMessage,
+    EnvironmentFailure,
+    EnvironmentSpec,
+    ToolCall,
+)
+from realhf.env.loader.load import build_environment
 from tests.env.harbor.conftest import Play, WriteTask
 
 pytestmark = pytest.mark.slow
@@ -28,7 +39,7 @@ def test_nothing_done_earns_nothing(write_task: WriteTask, play: Play) -> None:
     (turn,) = play(write_task())
     assert turn.done
     assert turn.reward == 0.0
-    assert turn.metrics == {"success": 0.0, "progress": 0.0}
+    assert turn.metrics == {"success": 0.0, "progress": 0.0, "verifier_failed": 0.0}
 
 
 @pytest.mark.sampled(1)
@@ -40,25 +51,32 @@ def test_nothing_done_earns_nothing(write_task: WriteTask, play: Play) -> None:
         ("echo nan > /logs/verifier/reward.txt", "no number"),
         (": > /logs/verifier/reward.txt", "reward.txt is empty"),
         ("echo '[1]' > /logs/verifier/reward.json", "no mapping"),
-        ("ln -s /app/answer /logs/verifier/reward.txt", "cannot be read"),
+        ("ln -s /etc/passwd /logs/verifier/reward.txt", "cannot be read"),
+        ("mkfifo /logs/verifier/reward.txt", "cannot be read"),
     ],
 )
-def test_a_verifier_without_a_reward_is_a_failure_and_no_zero(
+def test_a_verifier_without_a_reward_fails_the_agent_if_there_was_one(
     text: str, reason: str, write_task: WriteTask, play: Play
 ) -> None:
+    """Where no command was run, it is the task's fault, and the episode has no reward."""
+    folder = write_task(test=text)
+    turn = play(folder, "echo 1 > answer")[-1]
+    assert (turn.reward, turn.metrics["verifier_failed"]) == (0.0, 1.0)
+    assert re.search(reason, turn.info["verifier"])
     with pytest.raises(EnvironmentFailure, match=reason) as failure:
-        play(write_task(test=text), "echo 1 > answer")
+        play(folder)
     assert failure.value.kind == "internal"
 
 
 @pytest.mark.nightly
 def test_a_slow_verifier_is_a_failure(write_task: WriteTask, play: Play) -> None:
     folder = write_task(toml="[verifier]\ntimeout_sec = 0.3\n", test="sleep 30")
-    with pytest.raises(
-        EnvironmentFailure, match=r"verifier was ended: it took more than 0\.3 s"
-    ) as failure:
+    reason = r"verifier was ended: it took more than 0\.3 s"
+    with pytest.raises(EnvironmentFailure, match=reason):
         play(folder)
-    assert failure.value.kind == "timeout"
+    turn = play(folder, "true")[-1]
+    assert turn.reward == 0.0
+    assert re.search(reason, turn.info["verifier"])
 
 
 @pytest.mark.nightly
@@ -87,7 +105,103 @@ REDIRECT = (
     "rm -r /logs; mkdir /paid; echo 1 > /paid/reward.txt; mkdir /logs; ln -s /paid /logs/verifier"
 )
 REDIRECT_ALL = "rm -r /logs; mkdir -p /paid/verifier; ln -s /paid /logs; ln -s /paid /tests"
+EVADE = (
+    "python3 -c 'import ctypes, time; libc = ctypes.CDLL(None)\n"
+    "libc.mmap.restype = ctypes.c_void_p\n"
+    "libc.mmap.argtypes = [ctypes.c_void_p, *[ctypes.c_size_t] * 4, ctypes.c_long]\n"
+    "libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]\n"
+    "for _ in range(600):\n    at = libc.mmap(None, 1 << 20, 3, 0x21, 2**64 - 1, 0)\n"
+    "    ctypes.memset(at, 1, 1 << 20); libc.munmap(at + 4096, (1 << 20) - 4096)\n"
+    "    time.sleep(0.002)\ntime.sleep(1)' && echo right > answer"
+)
+HOSTILE = (
+    "bomb() { bomb | bomb & }; bomb; sleep 20",
+    "cat /dev/zero > /tmp/full; cat /dev/zero > answer",
+    "cat /tests/test.sh && echo right > answer",
+    PAY_SELF,
+    EVADE,
+    "rm -f /bin/bash /bin/sh /usr/bin/bash /usr/bin/sh /usr/bin/dash",
+    "kill -KILL -1; kill -STOP 1",
+)
 SURVIVE = "setsid nohup sh -c 'sleep 0.2; echo right > /app/answer' > /dev/null 2>&1 &"
+
+
+RUIN = {
+    "removes the shells": "rm -f /bin/bash /bin/sh /usr/bin/bash /usr/bin/sh /usr/bin/dash",
+    "removes all": "rm -rf --no-preserve-root / 2> /dev/null",
+    "ends all": "kill -KILL -1; kill -KILL 1",
+    "stops all": "kill -STOP -1 1; kill -STOP $$",
+    "replaces the shell": "echo '#!/bin/true' > /tmp/x; chmod +x /tmp/x; cp --remove-destination "
+    "/tmp/x /usr/bin/bash",
+    "spoils the devices": "rm -rf /dev/*; echo x > /dev/null; echo x > /dev/urandom",
+    "has a name that is no text": "python3 -c 'import ctypes, time; "
+    'ctypes.CDLL(None).prctl(15, b"\\xff\\xfe", 0, 0, 0); time.sleep(0.5)\'',
+    "takes the working folder away": "rm -rf /app",
+}
+"""Attempts to lose an episode, which shall fail it."""
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", RUIN)
+def test_an_agent_cannot_lose_its_episode(name: str, write_task: WriteTask, play: Play) -> None:
+    turns = play(write_task(), RUIN[name], "true", command_timeout_s=2.0)
+    assert turns[-1].done
+    assert turns[-1].reward == 0.0
+
+
+@pytest.mark.nightly
+def test_the_hostile_at_once_are_graded(write_task: WriteTask, containers: None) -> None:
+    """Eight play at the same time, and an honest one among them is paid."""
+    folder = write_task(toml="[verifier]\ntimeout_sec = 20.0\n")
+    commands = [*HOSTILE, "echo right > answer"]
+    options = {"command_timeout_s": 5.0, "processes": 64, "memory_mb": 256, "storage_mb": 24}
+
+    async def play_all() -> list[float | None]:
+        spec = build_environment(f"harbor:{folder}", {"heldout_fraction": 0, **options})
+        return [*await asyncio.gather(*(play_one(spec, folder, each) for each in commands))]
+
+    assert asyncio.run(play_all()) == [0.0] * len(HOSTILE) + [1.0]
+
+
+async def play_one(spec: EnvironmentSpec, folder: Path, command: str) -> float | None:
+    environment = spec.make("")
+    try:
+        await environment.reset(spec.tasks("train").instantiate(folder.name, 0).payload, seed=0)
+        call = ToolCall("shell", {"command": command}, id="call")
+        await environment.step(AssistantMessage("", (call,)))
+        return (await environment.step(AssistantMessage("Done."))).reward
+    finally:
+        await environment.close()
+
+
+def test_what_the_verifier_leaves_running_is_not_waited_for(
+    write_task: WriteTask, play: Play
+) -> None:
+    """It holds the verifier's output open."""
+    test = "echo 0.25 > /logs/verifier/reward.txt\nexec 3>&1\nsetsid sleep 600 &\nsleep 600 &\n"
+    before = time.monotonic()
+    assert play(write_task(test=test), "true")[-1].reward == 0.25
+    assert time.monotonic() - before < 60
+
+
+def test_the_commands_of_a_message_have_one_time(write_task: WriteTask, containers: None) -> None:
+    folder = write_task()
+
+    async def step() -> list[str]:
+        options = {"heldout_fraction": 0, "command_timeout_s": 0.5}
+        spec = build_environment(f"harbor:{folder}", options)
+        environment = spec.make("")
+        try:
+            await environment.reset(spec.tasks("train").instantiate("one", 0).payload, seed=0)
+            calls = [ToolCall("shell", {"command": "sleep 60"}, id=name) for name in "abc"]
+            turn = await environment.step(AssistantMessage("", tuple(calls)))
+            return [message["content"] for message in turn.messages]
+        finally:
+            await environment.close()
+
+    first, *others = asyncio.run(step())
+    assert "ended: it took more than" in first
+    assert others == ["error: the calls before have used up the time of the message"] * 2
 
 
 @pytest.mark.sampled(1)
@@ -164,4 +278,4 @@ def test_several_numbers_are_components_of_the_reward(write_task: WriteTask, pla
     (turn,) = play(folder)
     assert turn.reward == 0.5
     assert turn.rewards == {"speed": 0.25}
-    assert turn.metrics == {"success": 0.0, "progress": 0.5}
+    assert turn.metrics == {"success": 0.0, "progress": 0.5, "verifier_failed": 0.0}

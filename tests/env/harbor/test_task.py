@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,13 @@ from tests.env.harbor.conftest import WriteTask
         ('[[environment.mcp_servers]]\nname = "x"\n', "MCP servers"),
         ('[verifier.env]\nKEY = "${OPENAI_API_KEY}"\n', "variables of the host"),
         ("[agent]\ntimeout_sec = -1\n", "agent.timeout_sec"),
+        ("[environment]\nmemory_gb = 2\n", "the unknown key environment.memory_gb"),
+        ("[sandbox]\nstrict = true\n", "the unknown key sandbox"),
+        ("[environment]\ncpus = 0\n", "environment.cpus"),
+        ('[environment]\nallowed_hosts = ["a.org"]\n', "a list of hosts"),
+        ('[agent]\nnetwork_mode = "allowlist"\n', "the network mode 'allowlist'"),
+        ('[metadata.realhf]\nroot = "/usr"\n', "outside of the task"),
+        ('[metadata.realhf]\nroot = "../one/../../root"\n', "outside of the task"),
         ("[agent\n", "task.toml"),
     ],
 )
@@ -72,6 +80,55 @@ def test_a_link_does_not_copy_what_is_outside(write_task: WriteTask, tmp_path: P
     (folder / "environment" / "link").symlink_to(tmp_path / "secret")
     with pytest.raises(ValueError, match="leaves the folder"):
         read_task(folder)
+
+
+@pytest.mark.parametrize("name", ["instruction.md", "task.toml", "tests/test.sh", "tests"])
+def test_links_out_of_the_folder_are_refused(
+    name: str, write_task: WriteTask, tmp_path: Path
+) -> None:
+    """They might show a file of the host to the policy."""
+    folder = write_task()
+    (folder / name).rename(tmp_path / "outside")
+    (folder / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(ValueError, match=r"leaves the folder|is a link"):
+        read_task(folder)
+
+
+@pytest.mark.parametrize("name", ["environment/pipe", "tests/deep/pipe", "solution/pipe"])
+def test_pipes_are_refused(name: str, write_task: WriteTask) -> None:
+    folder = write_task()
+    (folder / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(ValueError, match=f"{name}: is neither"):
+        read_task(folder)
+
+
+@pytest.mark.parametrize("name", ["instruction.md", "environment/Dockerfile"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(name: str, write_task: WriteTask) -> None:
+    folder = write_task()
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(ValueError, match=name):
+        read_task(folder)
+
+
+def test_what_a_task_does_not_get_is_said(write_task: WriteTask) -> None:
+    task = read_task(write_task(toml='[environment]\nmemory = "4G"\nstorage_mb = 16\ncpus = 2\n'))
+    _, *warnings = task.find_warnings(memory_mb=2048, storage_mb=512)
+    assert warnings == [
+        "the task asks for memory_mb=4096 and gets env.memory_mb=2048",
+        "cpus=2 is not enforced: the host's CPUs are shared",
+    ]
+    (only,) = read_task(write_task("plain")).find_warnings(memory_mb=64, storage_mb=16)
+    assert only.startswith("the host's userland")
+
+
+def test_the_longest_call_is_a_build_or_the_last_message(write_task: WriteTask) -> None:
+    toml = "[verifier]\ntimeout_sec = 40\n[environment]\nbuild_timeout_sec = 500\n"
+    folder = write_task(toml=toml)
+    assert build_environment(f"harbor:{folder}", {}).longest_call_s == 30 + 40 + 30
+    folder = write_task("runs", toml=toml, dockerfile="FROM debian\nRUN true\n")
+    assert build_environment(f"harbor:{folder}", {}).longest_call_s == 500 + 20
 
 
 @pytest.mark.parametrize("image", ["debian", "ubuntu:24.04", "docker.io/library/python:3.12-slim"])
