@@ -27,7 +27,7 @@ FIRST ?= 0
 # The tests start hundreds of Python processes; without bytecode each compiles the tree again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run check-all check-tasks run-tests test-all model train-real train-all-tiers mutation validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-mcp test-parquet test-tinker test-agents test-vllm test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
+.PHONY: run check-all check-tasks run-tests test-all model train-real train-all-tiers mutation validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-mcp test-parquet test-tinker test-syntaxes test-agents test-vllm test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
@@ -56,6 +56,7 @@ help:
 	@echo "make test-parquet  install pyarrow and datasets beside it, and read rows of their files"
 	@echo "make test-mcp  install the official MCP SDK beside it, let its client play here, and play on servers written with it"
 	@echo "make test-agents  install ten clients of agents beside it (anthropic, LangGraph, CrewAI ..), let each play, unmodified, and train on it"
+	@echo "make test-syntaxes  install mistral-common and openai-harmony beside it and compare the tool calls with theirs"
 	@echo "make test-tinker  install the client tinker beside it and let it train, sample and outlive kills of the server"
 	@echo "make test-inspect  install Inspect and pyarrow beside it and read exported rollouts with them"
 	@echo "make test-compile  compile a model and compare its losses: minutes the first time"
@@ -266,6 +267,18 @@ test-mcp: install .venv-mcp/.installed
 
 test-tinker: install .venv-tinker/.installed
 	.venv-tinker/bin/python -m pytest -q -rs --run-nightly tests/tinker tests/web/test_four_servers.py
+
+# The libraries of the models' makers. That of gpt-oss would download its vocabulary, which the wheel of litellm holds.
+.venv-syntaxes/.installed: | $(STAMP)
+	@echo "installing mistral-common and openai-harmony into .venv-syntaxes (half a minute)"
+	$(BIN)/python -m venv .venv-syntaxes
+	@$(call see_project,.venv-syntaxes)
+	.venv-syntaxes/bin/python -m pip install --quiet mistral-common==1.13.1 openai-harmony==0.0.8
+	.venv-syntaxes/bin/python -m pip install --quiet --no-deps litellm==1.83.0
+	@touch $@
+
+test-syntaxes: install .venv-syntaxes/.installed
+	.venv-syntaxes/bin/python -m pytest -q -rs --run-nightly tests/api/chat/test_reference_libraries.py
 
 # Agents' packages are installed beside the project and see it. The OpenAI Agents SDK needs an older websockets, LangChain a
 # newer certifi.

@@ -237,11 +237,13 @@ REPEATED = [
 def test_hostile_turns_of_200_kb_take_no_time(family: str) -> None:
     """Of one word many times, also after the opening of each syntax, in linear time."""
     openings = ["", *(words for words in REPEATED if words.startswith(("<|", "<｜", "[", "<t")))]
+    find_end = SYNTAXES[family].find_reasoning_end
     for number, word in enumerate(REPEATED):
         body = word * (200_000 // len(word))
         for opening in ("", "[f(x='", openings[number % len(openings)]):
             text = opening + body
             assert cheapest(lambda text=text: parse_turn(text, family), 0.3) < 0.3, (opening, word)
+            assert cheapest(lambda text=text: find_end(text), 0.3) < 0.3, (opening, word)
 
 
 HARMONY = [
