@@ -1,12 +1,15 @@
 """Whole runs on a mixture of environments, from the command line."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
 
 from realhf.launch.__main__ import main
 from realhf.monitor.rollouts.reader import RolloutStore
+from tests.process_family import gone, kill_all, until
 from tests.test_end_to_end import figures, undescribed
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -19,6 +22,7 @@ MIX = (
     "env.limits.sql.max_turns=2",
     "env.limits.countdown.max_turns=1",
 )
+STEPS = 5
 TINY = (
     "seed=3",
     "model=builtin_tiny",
@@ -42,13 +46,24 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
+def arguments(root, trial, steps, experiment="grpo"):
+    where = (f"fileroot={root}", f"trial_name={trial}", "experiment_name=mix")
+    return [f"experiment={experiment}", *MIX, *TINY, f"total_train_steps={steps}", *where]
+
+
+def metrics_file(root, trial):
+    return root / "mix" / trial / "metrics.jsonl"
+
+
+def count_steps(root, trial):
+    file = metrics_file(root, trial)
+    return file.read_text().count("\n") if file.exists() else 0
+
+
 def trained(root, trial, steps, *options, experiment="grpo"):
     """Run the mixture, or go on with it, and return the metrics of its steps."""
-    where = (f"fileroot={root}", f"trial_name={trial}", "experiment_name=mix")
-    arguments = [f"experiment={experiment}", *MIX, *TINY, f"total_train_steps={steps}", *where]
-    assert main([*arguments, *options]) == 0
-    lines = (root / "mix" / trial / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    assert main([*arguments(root, trial, steps, experiment), *options]) == 0
+    return [json.loads(line) for line in metrics_file(root, trial).read_text().splitlines()]
 
 
 def played(root, trial):
@@ -75,17 +90,39 @@ def check_rows(root, trial, rows):
         assert (entries["sql"]["episodes"], entries["countdown"]["episodes"]) == (2, 1)
 
 
-def test_a_mixture_is_trained_and_goes_on_as_if_it_had_never_stopped(root):
-    whole = trained(root, "whole", 3)
+@pytest.fixture(scope="module")
+def whole(root):
+    """Five steps without a break."""
+    return trained(root, "whole", STEPS)
+
+
+def drawn(root, trial):
+    return Counter((play.step, play.task) for play in played(root, trial) if play.split == "train")
+
+
+def test_a_mixture_is_trained_and_goes_on_as_if_it_had_never_stopped(root, whole):
     check_rows(root, "whole", whole)
     trained(root, "again", 1)
-    rows = trained(root, "again", 3)
+    rows = trained(root, "again", STEPS)
     assert [figures(row) for row in rows] == [figures(row) for row in whole]
-    drawn = [
-        Counter((play.step, play.task) for play in played(root, trial) if play.split == "train")
-        for trial in ("whole", "again")
-    ]
-    assert drawn[0] == drawn[1]
+    assert drawn(root, "again") == drawn(root, "whole")
+
+
+def test_a_killed_mixture_goes_on_as_if_it_had_never_stopped(root, whole):
+    """It is killed between a checkpoint and the next one, as a machine that loses its power is."""
+    options = ("exp_ctrl.ckpt_freq_steps=2",)
+    command = [sys.executable, "-m", "realhf.launch", *arguments(root, "killed", STEPS), *options]
+    with (root / "killed.log").open("w") as log:
+        launcher = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        try:
+            assert until(lambda: count_steps(root, "killed") >= 3, 120)
+        finally:
+            killed = kill_all(launcher.pid)
+            launcher.wait()
+    assert gone(killed, 20)
+    assert 3 <= count_steps(root, "killed") < STEPS, "it was killed too late"
+    rows = trained(root, "killed", STEPS, *options)
+    assert [figures(row) for row in rows] == [figures(row) for row in whole]
 
 
 def test_a_mixture_is_trained_asynchronously(root):
