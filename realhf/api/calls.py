@@ -662,6 +662,7 @@ class GenerateRequest(Message, frozen=True, array_like=True):
     pinned_version: int = -1
     greedy: bool = False
     max_new_tokens: int = 0
+    grammar: str = ""
 
 
 class GenerateAnswer(Message, frozen=True, array_like=True):
@@ -671,6 +672,7 @@ class GenerateAnswer(Message, frozen=True, array_like=True):
     logprobs: list[float]
     versions: list[int]
     finish_reason: str
+    unmasked_logprobs: list[float] | None = None
 
 
 class FreeRequest(Message, frozen=True, array_like=True):

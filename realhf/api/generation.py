@@ -35,7 +35,8 @@ class StreamingGenerator(Protocol):
     def submit(
         self, request: GenRequest, config: GenConfig, stop_ids: Sequence[int], done: Done
     ) -> None:
-        """Queue a request, which waits while the engine is paused or has no weights."""
+        """Queue a request, which waits while the engine is paused or has no weights. Only requests
+        to the embedded engine have a ``grammar``."""
         ...
 
     def abort(self, slots: Sequence[int]) -> None:

@@ -50,6 +50,9 @@ class GenRequest:
     max_new_tokens: int = 0
     """Maximum number of tokens of the turn, if that is lower than ``gen.max_new_tokens``; 0 for
     no limit of its own."""
+    grammar: str = ""
+    """Grammar of the turn, in the Lark syntax of llguidance: the engine masks all tokens with which
+    the turn would leave it. "" for a turn that is sampled freely."""
 
     def limit_turn(self, max_new_tokens: int) -> int:
         """Return how many more tokens the turn may have in a run that allows ``max_new_tokens``."""
@@ -64,11 +67,14 @@ class GenOutput:
     """Sampled tokens, including the stop id that ended them, if any."""
     logprobs: list[float]
     """Log-probability of each token (natural log, fp32) under the temperature-scaled distribution
-    that was sampled from."""
+    that was sampled from, which is that under the mask of a ``grammar``."""
     versions: list[int]
     """Policy version that sampled each token."""
     finish_reason: str
     """``stop``, ``length`` or ``interrupted`` (the turn must be continued)."""
+    unmasked_logprobs: list[float] | None = None
+    """For a request with a ``grammar``: log-probability of each token under the model's own
+    distribution, without the mask. None otherwise: they equal ``logprobs``."""
 
 
 class GenerationEngine(Protocol):

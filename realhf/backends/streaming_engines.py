@@ -8,9 +8,9 @@ import json
 import math
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,6 +42,8 @@ def make_streaming_generator(
     tracer: Tracer,
     on_death: Callable[[str], None],
     shared: bool = False,
+    masked_tokenizer: Any = None,
+    stop_ids: Sequence[int] = (),
 ) -> Iterator[StreamingGenerator]:
     """Context manager that yields a generation engine, which has no weights until the first
     ``load_weights``. If the engine needs a server, the server is started and stopped with it.
@@ -55,14 +57,20 @@ def make_streaming_generator(
         on_death: Called with a reason, on another thread, if the server ends unexpectedly.
         shared: Whether a trainer computes on the same device. Unless options define its memory, the
             engine then takes at most half of the device's free memory.
+        masked_tokenizer: Tokenizer of the model if requests may have grammars, which the embedded
+            engine alone can follow; None otherwise.
+        stop_ids: Token ids that end a turn, which a grammar may require.
 
-    Raises ModelLoadError, FileNotFoundError or TimeoutError.
+    Raises ModelLoadError, FileNotFoundError or TimeoutError, and ValueError for a tokenizer whose
+    tokens cannot be masked.
     """
     with contextlib.ExitStack() as stack:
         if model.engine.name == "vllm":
             check_dense(model.path, model.role)
         if model.engine.name == "embedded":
-            engine = _build_embedded_engine(model, options, tracer, shared)
+            engine = _build_embedded_engine(
+                model, options, tracer, shared, masked_tokenizer, stop_ids
+            )
         else:
             url = model.engine.vllm_url or stack.enter_context(
                 _run_vllm_server(model, options, log, timeout_s, on_death, shared)
@@ -81,7 +89,12 @@ def make_streaming_generator(
 
 
 def _build_embedded_engine(
-    model: ModelSpec, options: AsyncConfig, tracer: Tracer, shared: bool
+    model: ModelSpec,
+    options: AsyncConfig,
+    tracer: Tracer,
+    shared: bool,
+    masked_tokenizer: Any,
+    stop_ids: Sequence[int],
 ) -> StreamingGenerator:
     """Load the model and return an embedded engine."""
     from realhf.backends.embedded.continuous_batching import ContinuousGenerator
@@ -98,6 +111,13 @@ def _build_embedded_engine(
         if trainer is not None
         else 0
     )
+    masks = None
+    if masked_tokenizer is not None:
+        from realhf.backends.embedded.token_masks import TokenMasks
+
+        masks = TokenMasks(
+            masked_tokenizer, stop_ids, weights.get_output_embeddings().weight.shape[0]
+        )
     return ContinuousGenerator(
         weights,
         kv_policy=options.kv_policy,
@@ -108,6 +128,7 @@ def _build_embedded_engine(
         max_bytes=lambda: cache_bytes(
             model.engine.kv_cache_gib, weights.device, shared=shared, reserved_bytes=reserved_bytes
         ),
+        masks=masks,
     )
 
 

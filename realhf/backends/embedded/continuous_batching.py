@@ -27,6 +27,7 @@ from realhf.backends.embedded.compute_threads import threads as compute_threads
 from realhf.backends.embedded.decode_core import DecodeCore, DecodeTurn, remaining_tokens
 from realhf.backends.embedded.memory import oom_message
 from realhf.backends.embedded.sampling import check_request, seed_stream
+from realhf.backends.embedded.token_masks import GrammarProblem, TokenMask, TokenMasks
 from realhf.backends.embedded.weight_copy import copy_weights, digest_weights
 from realhf.base import process_clock
 
@@ -81,6 +82,7 @@ class ContinuousGenerator:
         tracer: Receives spans of generation and weight updates.
         max_bytes: Function that returns the maximum size of keys and values in bytes, None for no limit. It
             is called whenever nothing is cached.
+        masks: Factory of the token masks of requests with a grammar; None if such requests are refused.
 
     Requests without a seed use random numbers from the operating system.
     """
@@ -96,13 +98,15 @@ class ContinuousGenerator:
         pause_timeout_s: float = 60.0,
         tracer: Tracer | None = None,
         max_bytes: Callable[[], int | None] = lambda: None,
+        masks: TokenMasks | None = None,
     ) -> None:
         self._model = model.eval()
         self._kv_policy = kv_policy
         self._threads = threads
         self._compute = compute_threads(threads)
         self._tracer = tracer or Tracer()
-        self._core = DecodeCore(model, max_rows=max_rows, max_bytes=max_bytes)
+        self._masks = masks
+        self._core = DecodeCore(model, max_rows=max_rows, max_bytes=max_bytes, masks=masks)
         self._max_rows = max_rows
         self._max_bytes = max_bytes
         self._version = version
@@ -137,19 +141,39 @@ class ContinuousGenerator:
     ) -> None:
         """See ``StreamingGenerator``. Raises RuntimeError after ``close``.
 
-        ``done`` receives a ValueError if the request has no tokens, an option is out of range, or
-        its slot already has a request in progress. It receives the error of a failed forward pass.
+        ``done`` receives a ValueError if the request has no tokens, an option is out of range, its
+        slot already has a request in progress, or its grammar cannot be followed. It receives the
+        error of a failed forward pass.
         """
         stream = seed_stream(
             int.from_bytes(os.urandom(8), "little") if request.seed is None else request.seed
         )
+        try:
+            # Here and not on the engine's thread: compiling a grammar may take long.
+            mask = self._start_mask(request, config)
+        except GrammarProblem as error:
+            done(error)
+            return
         budget = remaining_tokens(request, config, self._core.limit)
-        turn = DecodeTurn(request, config, frozenset(stop_ids), budget, stream)
+        turn = DecodeTurn(request, config, frozenset(stop_ids), budget, stream, mask=mask)
         with self._condition:
             if self._closing:
                 raise RuntimeError("the generation engine is closed")
             self._waiting.append((turn, done))
             self._condition.notify_all()
+
+    def _start_mask(self, request: GenRequest, config: GenConfig) -> TokenMask | None:
+        """Return the token mask of a request; None if it has no grammar. Raises GrammarProblem."""
+        if not request.grammar:
+            return None
+        if self._masks is None:
+            raise GrammarProblem("generate: a grammar needs rollout.agent_structured=constrain")
+        if config.min_new_tokens:
+            raise GrammarProblem(
+                "generate: gen.min_new_tokens bans the stop ids that a grammar may require; set 0"
+            )
+        sampled = request.token_ids[len(request.token_ids) - request.sampled :]
+        return self._masks.start(request.grammar, sampled)
 
     def abort(self, slots: Sequence[int]) -> None:
         """See ``StreamingGenerator``. Slots without a request are ignored."""
@@ -246,6 +270,7 @@ class ContinuousGenerator:
             version=self._version,
             pause_timeout_s=self._pause_timeout_s,
             max_bytes=self._max_bytes,
+            masks=self._masks,
         )
 
     def stats(self) -> dict[str, float]:
@@ -438,7 +463,9 @@ class ContinuousGenerator:
         if end_ns - self._span.start_ns > _SPAN_NS:
             self._report_span()
         with self._condition:
-            results = [(self._running.pop(turn.slot)[1], turn.output()) for turn in ended]
+            results = [
+                (self._running.pop(turn.slot)[1], turn.error or turn.output()) for turn in ended
+            ]
             to_free = self._free_at_end & {turn.slot for turn in ended}
             self._free_at_end -= to_free
         self._core.free(to_free)

@@ -9,7 +9,7 @@ steps, only the cached keys and values depend on the weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,13 @@ from realhf.backends.embedded.forward_pass import (
 )
 from realhf.backends.embedded.kv_cache import RowCache
 from realhf.backends.embedded.memory import explain_oom, token_bytes
-from realhf.backends.embedded.sampling import sample_tokens, uniform_at
+from realhf.backends.embedded.sampling import sample_tokens, token_logprobs, uniform_at
+from realhf.backends.embedded.token_masks import (
+    GrammarProblem,
+    TokenMask,
+    TokenMasks,
+    mask_logits,
+)
 from realhf.base.hf_config import context_limit
 
 IntArray = np.ndarray
@@ -243,16 +249,23 @@ class DecodeTurn:
     """Seed of the turn's random numbers (``sampling.uniform_at``)."""
     draws: np.ndarray | None = None
     """Random numbers to use instead of those from ``stream``, fp64 (tokens,)."""
+    mask: TokenMask | None = None
+    """Mask of the request's grammar; None if the turn is sampled freely."""
     row: int = -1
     """The turn's cache row, -1 before one is assigned."""
     cached: bool = False
     """Whether all tokens but the last are cached, or will be by this step's plan."""
     reason: str = ""
-    """Finish reason, ``stop`` or ``length``; empty while the turn runs."""
+    """Finish reason, ``stop`` or ``length``; empty while the turn runs, and for a turn that ended
+    with an error."""
+    error: GrammarProblem | None = None
+    """Why the turn ended without a result; None otherwise."""
     token_ids: list[int] = field(default_factory=list)
     """Sampled tokens."""
     logprobs: list[float] = field(default_factory=list)
-    """Log-probabilities of the sampled tokens."""
+    """Log-probabilities of the sampled tokens, under the mask if the turn has one."""
+    unmasked_logprobs: list[float] = field(default_factory=list)
+    """Log-probabilities of the sampled tokens without the mask; empty if the turn has none."""
     versions: list[int] = field(default_factory=list)
     """Weight version that sampled each token."""
 
@@ -280,7 +293,8 @@ class DecodeTurn:
 
     def output(self) -> GenOutput:
         """Return the sampled tokens as the request's output."""
-        return GenOutput(self.token_ids, self.logprobs, self.versions, self.reason)
+        unmasked = None if self.mask is None else self.unmasked_logprobs
+        return GenOutput(self.token_ids, self.logprobs, self.versions, self.reason, unmasked)
 
 
 class DecodeCore:
@@ -293,6 +307,7 @@ class DecodeCore:
         max_rows: Maximum number of rows, None for no limit.
         max_bytes: Function that returns the maximum size of keys and values in bytes, None for no limit. It
             is called whenever the cache is empty. One row is always allocated.
+        masks: Factory of the masks of turns with a grammar; None if there are no such turns.
     """
 
     def __init__(
@@ -301,8 +316,10 @@ class DecodeCore:
         *,
         max_rows: int | None = None,
         max_bytes: Callable[[], int | None] = lambda: None,
+        masks: TokenMasks | None = None,
     ) -> None:
         self.model = model
+        self.masks = masks
         self.limit = context_limit(model.config.to_dict())
         self._cache = RowCache()
         self._max_rows = max_rows
@@ -456,8 +473,9 @@ class DecodeCore:
         complete.
 
         The tokens are recorded with the weight version ``version``. Returns the turns that ended,
-        which are no longer in progress. Raises FloatingPointError for logits that are not finite,
-        RuntimeError naming options if memory is exhausted, and any exception of the model.
+        which are no longer in progress; one whose mask failed has an ``error``. Raises
+        FloatingPointError for logits that are not finite, RuntimeError naming options if memory is
+        exhausted, and any exception of the model.
         """
         rows = self._cache.rows
         columns = self._cache.columns
@@ -566,9 +584,12 @@ class DecodeCore:
         self, turns: list[DecodeTurn], logits: Tensor, version: int
     ) -> list[DecodeTurn]:
         """Sample and record the next token of each turn; return the turns that ended."""
-        tokens, logprobs = self._sample(turns, logits)
+        masked_rows, masked_logits = self._apply_masks(turns, logits)
+        tokens, logprobs = self._sample(turns, masked_logits)
         if not np.isfinite(logprobs).all():
             raise FloatingPointError("generate: the model returned logits that are not finite")
+        for row, logprob in self._score_unmasked(turns, masked_rows, logits, tokens):
+            turns[row].unmasked_logprobs.append(logprob)
         rows = [turn.row for turn in turns]
         columns = [turn.length for turn in turns]
         self._table.tokens[rows, columns] = tokens
@@ -582,11 +603,44 @@ class DecodeCore:
                 turn.reason = "stop"
             elif len(turn.token_ids) >= turn.budget:
                 turn.reason = "length"
-            if turn.reason:
+            elif turn.mask is not None and turn.error is None:
+                _accept_token(turn, token)
+            if turn.reason or turn.error is not None:
                 ended.append(turn)
         if ended:
             self.leave(ended)
         return ended
+
+    def _apply_masks(self, turns: list[DecodeTurn], logits: Tensor) -> tuple[list[int], Tensor]:
+        """Return which of the turns have a mask, and the logits with these masks applied.
+
+        A turn whose mask fails gets an ``error``, and its logits remain as they are.
+        """
+        masked = [(row, turn, turn.mask) for row, turn in enumerate(turns) if turn.mask is not None]
+        if not masked or self.masks is None:
+            return [], logits
+        packed = self.masks.allocate(len(masked))
+        for position, (_, turn, mask) in enumerate(masked):
+            try:
+                mask.fill(packed[position])
+            except GrammarProblem as error:
+                turn.error = error
+                packed[position] = -1
+        rows = [row for row, _, _ in masked]
+        return rows, mask_logits(logits, rows, packed)
+
+    def _score_unmasked(
+        self, turns: list[DecodeTurn], rows: list[int], logits: Tensor, tokens: np.ndarray
+    ) -> Iterator[tuple[int, float]]:
+        """Yield each of ``rows`` with the log-probability of its token under ``logits``."""
+        by_config: dict[float, list[int]] = {}
+        for row in rows:
+            by_config.setdefault(turns[row].config.temperature, []).append(row)
+        for members in by_config.values():
+            chosen = torch.from_numpy(tokens[members]).to(logits.device)
+            config = turns[members[0]].config
+            values = token_logprobs(logits[self._to_index(members)], chosen, config)
+            yield from zip(members, values.tolist(), strict=True)
 
     def _sample(self, turns: list[DecodeTurn], logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return sampled tokens, int64 (n,), and their log-probabilities, fp32 (n,)."""
@@ -629,3 +683,12 @@ class DecodeCore:
         for i in below_minimum:
             banned[i, list(turns[i].stops)] = True
         return banned.to(logits.device)
+
+
+def _accept_token(turn: DecodeTurn, token: int) -> None:
+    """Add a sampled token to the turn's mask. A turn whose mask fails gets an ``error``."""
+    assert turn.mask is not None
+    try:
+        turn.mask.accept(token)
+    except GrammarProblem as error:
+        turn.error = error

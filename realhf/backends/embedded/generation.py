@@ -77,6 +77,8 @@ class EmbeddedGenerator:
             raise ValueError("generate: a slot is named by two requests")
         for request in requests:
             check_request(request, config)
+            if request.grammar:
+                raise ValueError("generate: grammars are followed in continuous batching only")
         outputs = [GenOutput([], [], [], "length") for _ in requests]
         runnable = [
             i for i, r in enumerate(requests) if remaining_tokens(r, config, self.core.limit) > 0

@@ -94,6 +94,14 @@ def sample_tokens(
     return _with_logprobs(scaled, tokens[:, 0])
 
 
+def token_logprobs(logits: Tensor, tokens: Tensor, config: GenConfig) -> Tensor:
+    """Return the log-probabilities of ``tokens``, int64 (n,), that ``sample_tokens`` returns for
+    the same logits, fp32 (n,)."""
+    logits = logits.float()
+    scaled = logits if config.temperature in (0.0, 1.0) else logits / config.temperature
+    return _with_logprobs(scaled, tokens)[1]
+
+
 def _with_logprobs(scaled: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tokens and their log-probabilities under the scaled logits."""
     return tokens, scaled.gather(-1, tokens[:, None])[:, 0] - scaled.logsumexp(-1)

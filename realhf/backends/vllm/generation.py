@@ -460,6 +460,9 @@ class VllmGenerator:
         """Send a request to the server and return its output."""
         request = entry.request
         config = entry.config
+        if request.grammar:
+            # Its log-probabilities would be those under the mask alone.
+            raise ValueError("generate: engine.name=vllm follows no grammar; use embedded")
         room = self._model.max_tokens - len(request.token_ids)
         count = min(room, request.limit_turn(config.max_new_tokens))
         if count < 1:
