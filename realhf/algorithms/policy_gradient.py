@@ -22,6 +22,7 @@ from realhf.algorithms.policy_loss import (
     RATIO,
     TOKEN_TERMS,
     PolicyObjective,
+    policy_at_sampling,
 )
 from realhf.algorithms.resolution import resolve
 from realhf.algorithms.token_advantages import (
@@ -50,7 +51,7 @@ from realhf.algorithms.train_step import (
     split_updates,
     summary,
 )
-from realhf.api.keys import ROLLOUT_KEY, TURN_IDS
+from realhf.api.keys import ROLLOUT_KEY, TURN_IDS, UNMASKED_LOGPROBS
 from realhf.api.model import CallContext, Model, TrainResult
 from realhf.api.sample import SequenceSample
 from realhf.api.trace import TrainedRows
@@ -66,7 +67,7 @@ class PolicyGradientInterface:
 
     Reads ``packed_input_ids``, ``loss_mask``, ``packed_logprobs`` and ``rewards``. Optional keys
     are ``outcome`` (0: valid), ``seq_no_eos_mask``, ``packed_versions``, ``packed_ref_logprobs``,
-    ``proximal_logprobs``, ``teacher_logprobs`` and ``rollout_index``; with ``credit=turn`` also
+    ``proximal_logprobs``, ``teacher_logprobs``, ``unmasked_logprobs`` and ``rollout_index``; with ``credit=turn`` also
     ``turn_ids`` and ``turn_rewards``, with ``credit=state`` in addition ``turn_states``. The keys
     of ``COMPONENTS``, if present, weight each token in each term of the loss.
 
@@ -306,6 +307,7 @@ class PolicyGradientInterface:
         keys = [
             "packed_input_ids",
             "packed_logprobs",
+            UNMASKED_LOGPROBS,
             "packed_ref_logprobs",
             ROLLOUT_KEY,
             *COMPONENTS,
@@ -412,7 +414,7 @@ class RecordedStep:
         size = len(tokens.mask)
         self._tokens = tokens
         self._advantages = batch[ADVANTAGES].cpu()
-        self._behaviour = batch["packed_logprobs"].cpu()
+        self._behaviour = policy_at_sampling(batch).cpu()
         self._lengths = np.asarray(batch.lengths("packed_input_ids").values) - 1
         self.batch = replace_keys(batch, shifted={PLACE: torch.arange(size)})
         self._before = torch.full((size,), torch.nan)

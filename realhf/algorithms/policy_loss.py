@@ -25,6 +25,7 @@ from realhf.algorithms.train_step import (
     component_mask,
     component_sum,
 )
+from realhf.api.keys import UNMASKED_LOGPROBS
 from realhf.api.model import ForwardOutputs
 from realhf.api.sample import SequenceSample
 
@@ -66,7 +67,10 @@ class PolicyObjective:
     """``LossFn`` of the minibatches of one train step.
 
     Reads ``packed_logprobs``, ``advantages`` and ``loss_weights`` of each microbatch and, depending
-    on the options, ``packed_ref_logprobs``, ``proximal_logprobs`` and ``packed_versions``. The loss
+    on the options, ``packed_ref_logprobs``, ``proximal_logprobs`` and ``packed_versions``. Tokens
+    that were sampled under a mask have the probabilities ``packed_logprobs`` with it, by which the
+    behaviour weights divide, and ``unmasked_logprobs`` without it, which are those of the policy at
+    sampling: the proximal policy and the mismatch are compared with these. The loss
     is the sum of the components in ``COMPONENTS``, each summed over its tokens with its weights.
     Without ``proximal_logprobs`` the detached current log-probabilities replace them: they are
     equal before the first update of the step.
@@ -107,9 +111,10 @@ class PolicyObjective:
         device = logprobs.device
         mask = component_mask(part, RL, tokens.mask.to(device))
         behaviour_logprobs = part["packed_logprobs"].to(device)
+        sampled_logprobs = policy_at_sampling(part).to(device)
         old_logprobs = behaviour_logprobs
         if options.prox_logp_method is not None:
-            old_logprobs = self._proximal_logprobs(part, logprobs.detach(), behaviour_logprobs)
+            old_logprobs = self._proximal_logprobs(part, logprobs.detach(), sampled_logprobs)
         terms = LossTerms(
             logprobs,
             old_logprobs,
@@ -119,13 +124,13 @@ class PolicyObjective:
             tokens.n_sequences,
         )
         policy: TokenLoss = self._token_loss(terms, options)
-        mismatch = _compute_mismatch(terms, behaviour_logprobs)
+        mismatch = _compute_mismatch(terms, sampled_logprobs)
         outputs.keep(MISMATCH, mismatch)
         if self._recorded:
             outputs.keep(CURRENT, torch.where(mask, logprobs.detach(), 0.0))
             outputs.keep(RATIO, policy.ratio)
             outputs.keep(CLIPPED, policy.clipped | policy.dual_clipped)
-        stats = _policy_statistics(terms, policy, behaviour_logprobs, mismatch)
+        stats = _policy_statistics(terms, policy, sampled_logprobs, mismatch)
         token_losses = policy.loss
         if options.use_decoupled_loss:
             correction = behaviour_weight(terms, behaviour_logprobs, options)
@@ -144,13 +149,12 @@ class PolicyObjective:
             stats["entropy"] = float(torch.where(mask, entropy.detach(), 0.0).sum())
         return total, stats
 
-    def _proximal_logprobs(
-        self, part: SequenceSample, current: Tensor, behaviour: Tensor
-    ) -> Tensor:
-        """Return the log-probabilities under the proximal policy, (n,)."""
+    def _proximal_logprobs(self, part: SequenceSample, current: Tensor, sampled: Tensor) -> Tensor:
+        """Return the log-probabilities under the proximal policy, (n,). ``sampled`` are those under
+        the policy that sampled, without token masks."""
         if self._options.prox_logp_method == "loglinear":
             versions = part["packed_versions"].to(current.device)
-            return loglinear_proximal(current, behaviour, versions, self._step)
+            return loglinear_proximal(current, sampled, versions, self._step)
         return part[PROXIMAL].to(current.device) if PROXIMAL in part.keys else current
 
     def _reference_loss(
@@ -180,10 +184,18 @@ class PolicyObjective:
         return self._options.kl_loss_coef * component_sum(kl, part, KL)
 
 
+def policy_at_sampling(sample: SequenceSample) -> Tensor:
+    """Return the log-probabilities of the tokens under the policy that sampled them, f32 (L-1),
+    without the token masks under which it did."""
+    key = UNMASKED_LOGPROBS if UNMASKED_LOGPROBS in sample.keys else "packed_logprobs"
+    return sample[key]
+
+
 def _compute_mismatch(terms: LossTerms, behaviour: Tensor) -> Tensor:
     """Return |behaviour - current log-probability|, (n,), 0 outside the mask.
 
-    It measures how much the generation engine and the trainer disagree about a token.
+    It measures how much the generation engine and the trainer disagree about a token, so
+    ``behaviour`` are log-probabilities without token masks, as the trainer's are.
     """
     behaviour = torch.where(terms.mask, behaviour, 0.0)
     return (behaviour - torch.where(terms.mask, terms.logprobs.detach(), 0.0)).abs()

@@ -31,7 +31,7 @@ from realhf.algorithms.advantages import (
 )
 from realhf.algorithms.inference import shape_rewards
 from realhf.algorithms.options import PASS_AT_K, RETURN_TO_GO, ResolvedOptions
-from realhf.algorithms.policy_loss import PROXIMAL, kl_estimate
+from realhf.algorithms.policy_loss import PROXIMAL, kl_estimate, policy_at_sampling
 from realhf.algorithms.train_step import RL, PredictedTokens, component_mask, drop_first_tokens
 from realhf.api.keys import FEEDBACK_RATIOS, ROLLOUT_KEY, TURN_KEYS
 from realhf.api.sample import SequenceSample
@@ -214,13 +214,14 @@ def kl_of_behaviour(sample: SequenceSample, options: ResolvedOptions, mask: Tens
     """Return KL(old, ref) at every token of ``mask`` in nats, f32 (L-1), 0 elsewhere.
 
     All are 0 if the reward has no KL term (``kl_ctl=0``). The old policy is the proximal one with
-    ``recompute_logprob``, otherwise the behaviour policy.
+    ``recompute_logprob``, otherwise the behaviour policy, without token masks.
     """
     if options.kl_ctl == 0:
         return torch.zeros(len(mask))
     old_key = PROXIMAL if options.recompute_logprob else "packed_logprobs"
     require_keys(sample, ("packed_ref_logprobs", old_key))
-    old = torch.where(mask, sample[old_key].cpu(), 0.0)
+    old_logprobs = sample[PROXIMAL] if options.recompute_logprob else policy_at_sampling(sample)
+    old = torch.where(mask, old_logprobs.cpu(), 0.0)
     ref = torch.where(mask, sample["packed_ref_logprobs"].cpu(), 0.0)
     return torch.where(mask, kl_estimate(old, ref, options.kl_estimator), 0.0)
 
@@ -255,7 +256,8 @@ def distillation(
         PROXIMAL if options.prox_logp_method in ("actor_inf", "recompute") else "packed_logprobs"
     )
     require_keys(sample, ("teacher_logprobs", old_key))
-    old = torch.where(mask, sample[old_key].cpu(), 0.0)
+    old_logprobs = sample[PROXIMAL] if old_key == PROXIMAL else policy_at_sampling(sample)
+    old = torch.where(mask, old_logprobs.cpu(), 0.0)
     teacher = torch.where(mask, sample["teacher_logprobs"].cpu(), 0.0)
     if bool(torch.isnan(teacher).any()):
         raise ValueError("teacher_inf: a log-probability of the teacher is not a number")

@@ -75,6 +75,7 @@ STANDARD_KEYS: tuple[KeySpec, ...] = (
     KeySpec("prompt_mask", "bool", "L"),
     KeySpec("loss_mask", "bool", "L"),
     KeySpec("packed_logprobs", "f32", "L-1"),
+    KeySpec("unmasked_logprobs", "f32", "L-1"),
     KeySpec("packed_versions", "i32", "L-1"),
     KeySpec("version_start", "i64", "1"),
     KeySpec("version_end", "i64", "1"),
@@ -102,6 +103,11 @@ STANDARD_KEYS: tuple[KeySpec, ...] = (
     KeySpec("turn_states", "i64", "free"),
 )
 """All registered keys (docs/reference/dataflow.md 2)."""
+
+UNMASKED_LOGPROBS = "unmasked_logprobs"
+"""Key with the log-probabilities of the sampled tokens under the policy itself, if some of them
+were sampled under a token mask. ``packed_logprobs`` are then those under the mask, with which the
+tokens were sampled; without this key no token has a mask and both are equal."""
 
 VERIFIER_REWARDS = "verifier_rewards"
 """Key that ``rew_inf`` produces if a reward model contributes to ``rewards``."""

@@ -162,8 +162,8 @@ class RolloutOutcome:
     """Token ids after the first prompt: policy turns, and the environment's answers between
     them."""
     logprobs: list[float]
-    """Log-probability of each completion token at sampling; 0.0 for tokens that were not
-    sampled."""
+    """Log-probability of each completion token at sampling, under the token mask if it had one;
+    0.0 for tokens that were not sampled."""
     versions: list[int]
     """Weight version that sampled each completion token; -1 for tokens that were not sampled."""
     loss_mask: list[bool]
@@ -207,6 +207,9 @@ class RolloutOutcome:
     branches: tuple[RolloutOutcome, ...] = ()
     """Further conversations of an episode whose agent held several. Each becomes a sequence of its
     own in training."""
+    unmasked_logprobs: Sequence[float] = ()
+    """``logprobs`` without token masks, under the policy itself; () if no token had a mask, so that
+    both are equal."""
     turn_starts: Sequence[int] = ()
     """Index in the completion of the first token of each policy turn."""
     turn_rewards: Sequence[float] = ()

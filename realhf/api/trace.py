@@ -101,7 +101,7 @@ class TrainedRows:
     mask: Any
     """Whether the token is trained on; bool."""
     behaviour: Any
-    """Log-probability in the engine that sampled the token; f32."""
+    """Log-probability in the engine that sampled the token, without a token mask; f32."""
     before: Any
     """Log-probability in the trainer before the step's first update; NaN if it was not computed;
     f32."""

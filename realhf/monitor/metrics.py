@@ -386,7 +386,8 @@ PREFERENCE = Section(
 )
 OFF_POLICY = Section(
     "Mismatch and staleness",
-    "The mismatch compares the log-probabilities of the engine that sampled with those of the "
+    "The mismatch compares the log-probabilities of the engine that sampled, without token "
+    "masks, with those of the "
     "trainer before its first "
     "update. Of fresh samples it is the error of the engine; of older ones the policy has moved as "
     "well.",

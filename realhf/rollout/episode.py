@@ -75,8 +75,8 @@ class EpisodeRequest:
 
 class TokenBuffer:
     """Tokens of an episode: prompt ids, completion ids, and for each completion id its
-    log-probability, version and loss mask. ``turn_starts`` are the indices in the completion at
-    which policy turns begin."""
+    log-probability, that without its token mask, version and loss mask. ``turn_starts`` are the
+    indices in the completion at which policy turns begin."""
 
     def __init__(self, prompt_ids: Sequence[int], max_total_tokens: int) -> None:
         if not prompt_ids:
@@ -84,11 +84,13 @@ class TokenBuffer:
         self.prompt_ids = list(prompt_ids)
         self.completion_ids: list[int] = []
         self.logprobs: list[float] = []
+        self.unmasked_logprobs: list[float] = []
         self.versions: list[int] = []
         self.loss_mask: list[bool] = []
         self.turn_starts: list[int] = []
         self._max_total = max_total_tokens
         self._generated = 0
+        self._has_masks = False
         self._policy_spoke_last = False
 
     @property
@@ -107,7 +109,9 @@ class TokenBuffer:
         budget.
         """
         count = len(output.token_ids)
-        if not count == len(output.logprobs) == len(output.versions):
+        has_masks = output.unmasked_logprobs is not None
+        unmasked = output.logprobs if output.unmasked_logprobs is None else output.unmasked_logprobs
+        if not count == len(output.logprobs) == len(unmasked) == len(output.versions):
             raise ValueError(
                 f"engine returned {count} tokens, {len(output.logprobs)} logprobs, "
                 f"{len(output.versions)} versions"
@@ -127,6 +131,8 @@ class TokenBuffer:
             self.turn_starts.append(len(self.completion_ids))
         self.completion_ids += output.token_ids
         self.logprobs += output.logprobs
+        self.unmasked_logprobs += unmasked
+        self._has_masks |= has_masks
         self.versions += output.versions
         self.loss_mask += [True] * count
         self._generated += count
@@ -139,6 +145,7 @@ class TokenBuffer:
             raise ValueError("environment tokens must follow a policy turn")
         self.completion_ids += ids
         self.logprobs += [0.0] * len(ids)
+        self.unmasked_logprobs += [0.0] * len(ids)
         self.versions += [-1] * len(ids)
         self.loss_mask += [False] * len(ids)
         self._policy_spoke_last = False
@@ -147,18 +154,13 @@ class TokenBuffer:
         """Remove the environment's tokens after the last policy turn, because no further turn
         follows."""
         while self.completion_ids and not self.loss_mask[-1]:
-            for column in (self.completion_ids, self.logprobs, self.versions, self.loss_mask):
+            for column in self._by_token():
                 column.pop()
         self._policy_spoke_last = bool(self.completion_ids)
 
     def check(self) -> None:
         """Raise AssertionError unless the invariants of a finished episode hold."""
-        sizes = {
-            len(self.completion_ids),
-            len(self.logprobs),
-            len(self.versions),
-            len(self.loss_mask),
-        }
+        sizes = {len(column) for column in self._by_token()}
         assert len(sizes) == 1, f"completion parts differ in length: {sizes}"
         assert sum(self.loss_mask) == self._generated, (
             "the mask does not cover exactly the generated tokens"
@@ -168,10 +170,21 @@ class TokenBuffer:
         )
         assert self.room >= 0, "token budget exceeded"
 
-    def columns(self) -> dict[str, list[Any]]:
+    def columns(self) -> dict[str, Sequence[Any]]:
         """Return the tokens as the fields of a ``RolloutOutcome``, after checking them."""
         self.check()
-        return {name: getattr(self, name) for name in _COLUMNS}
+        columns: dict[str, Sequence[Any]] = {name: getattr(self, name) for name in _COLUMNS}
+        return columns | ({"unmasked_logprobs": self.unmasked_logprobs} if self._has_masks else {})
+
+    def _by_token(self) -> tuple[list[Any], ...]:
+        """Return the columns with one entry for each token of the completion."""
+        return (
+            self.completion_ids,
+            self.logprobs,
+            self.unmasked_logprobs,
+            self.versions,
+            self.loss_mask,
+        )
 
 
 _COLUMNS = ("prompt_ids", "completion_ids", "logprobs", "versions", "loss_mask", "turn_starts")

@@ -48,6 +48,7 @@ class SampleEncoder:
         calls: Inference calls that need no weights, such as the reward; each is run on every
             sample, in order.
         turns: Whether to add the keys about turns.
+        unmasked: Whether to add the key ``unmasked_logprobs``.
         feedback: Builder of the key ``feedback_prompt_ids``; None to leave it out.
         batch_size: Number of samples in a batch.
         transcripts: Number of samples per batch that carry the text of their first rollout.
@@ -63,6 +64,7 @@ class SampleEncoder:
         batch_size: int,
         turns: bool = False,
         feedback: Feedback | None = None,
+        unmasked: bool = False,
     ) -> None:
         self._feedback = feedback
         self._calls = [
@@ -71,6 +73,7 @@ class SampleEncoder:
         self._context = context
         self._min_group_size = min_group_size
         self._turns = turns
+        self._unmasked = unmasked
         self._transcripts = transcripts
         self._batch_size = batch_size
 
@@ -84,6 +87,7 @@ class SampleEncoder:
             min_group_size=self._min_group_size,
             turns=self._turns,
             feedback=self._feedback is not None,
+            unmasked=self._unmasked,
         )
         for call, interface in self._calls:
             outputs, _ = interface.inference(None, sample.select(call.input_keys), self._context)

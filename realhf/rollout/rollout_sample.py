@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from realhf.api.keys import FEEDBACK_PROMPT, ROLLOUT_KEY
+from realhf.api.keys import FEEDBACK_PROMPT, ROLLOUT_KEY, UNMASKED_LOGPROBS
 from realhf.api.rollout import RolloutOutcome
 from realhf.api.sample import Lengths, SequenceSample
 
@@ -91,6 +91,7 @@ def outcomes_to_sample(
     min_group_size: int = 1,
     turns: bool = False,
     feedback: bool = False,
+    unmasked: bool = False,
 ) -> SequenceSample:
     """Return one sample for each group of rollouts.
 
@@ -105,6 +106,7 @@ def outcomes_to_sample(
     - ``rollout_index`` i32 [1]: number of the rollout in the group, the same for its branches;
     - with ``turns``: ``turn_ids`` i32 [L], the turn of each sampled token and -1 elsewhere;
       ``turn_rewards`` f32 and ``turn_states`` i64 [turns of the episode, at least one];
+    - with ``unmasked``: ``unmasked_logprobs`` f32 [L-1], the log-probabilities without token masks;
     - with ``feedback``: ``feedback_prompt_ids`` i64, the prompt of the row with feedback in it, or
       a single -1.
 
@@ -152,6 +154,9 @@ def outcomes_to_sample(
         turn_arrays, counts = _pack_turns([row for rows in coded_groups for row in rows], packed)
         arrays |= turn_arrays
         by_rule["turns"] = Lengths(counts, offsets)
+    if unmasked:
+        keys = keys | {UNMASKED_LOGPROBS: ("f32", "L-1")}
+        arrays[UNMASKED_LOGPROBS] = np.asarray(packed.unmasked_logprobs)
     if feedback:
         keys = keys | {FEEDBACK_PROMPT: ("i64", "feedback")}
         prompts = [
@@ -194,6 +199,7 @@ class _PackedColumns:
         self.prompt_mask = bytearray()
         self.loss_mask = bytearray()
         self.logprobs = array("f")
+        self.unmasked_logprobs = array("f")
         self.versions = array("i")
         self.codes: list[int] = []
         self.lengths: list[int] = []
@@ -216,11 +222,14 @@ class _PackedColumns:
         n_before = length - n_completion if is_trained else length
         self.loss_mask += bytes(n_before)
         self.logprobs += _NO_LOGPROB * (n_before - 1)
+        self.unmasked_logprobs += _NO_LOGPROB * (n_before - 1)
         self.versions += _NO_VERSION * (n_before - 1)
         if is_trained:
             first = 0 if n_before else 1  # without a prompt the first token has no prediction
             self.loss_mask += bytes(outcome.loss_mask)
+            unmasked = outcome.unmasked_logprobs or outcome.logprobs
             self.logprobs += array("f", outcome.logprobs[first:])
+            self.unmasked_logprobs += array("f", unmasked[first:])
             self.versions += array("i", outcome.versions[first:])
         self.codes.append(code)
         self.lengths.append(length)
