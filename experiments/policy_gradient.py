@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,14 @@ from realhf.algorithms.options import (
 )
 from realhf.algorithms.resolution import resolve
 from realhf.algorithms.role_options import ACTOR, BUILTIN_RATE, CriticConfig, RewardModelConfig
-from realhf.api.config import ConfigError, EngineConfig, TeacherConfig, run_folder
+from realhf.api.config import (
+    CHECK,
+    CONSTRAIN,
+    ConfigError,
+    EngineConfig,
+    TeacherConfig,
+    run_folder,
+)
 from realhf.api.environment import HELD_OUT, EnvironmentPart, EnvironmentSpec
 from realhf.api.experiment import (
     EvaluationSpec,
@@ -61,6 +69,7 @@ from realhf.api.keys import (
     FEEDBACK_RATIOS,
     ROLLOUT_KEY,
     TURN_KEYS,
+    UNMASKED_LOGPROBS,
     VERIFIER_REWARDS,
 )
 from realhf.api.option import section
@@ -69,6 +78,7 @@ from realhf.api.sample import MicroBatchSpec
 from realhf.api.source import GroupSignal
 from realhf.base.dataclass_json import to_json_value
 from realhf.base.hf_config import VALUE_HEAD_FILE
+from realhf.base.installation import install_command
 from realhf.base.plugin import absolute_reference
 from realhf.env.loader.load import chosen_environment, with_environment
 
@@ -141,6 +151,7 @@ def build(config: Config) -> ExperimentSpec:
     contradict each other."""
     streamed = config.async_rl.enabled
     ppo = policy_options(config, streamed=streamed)
+    check_structured(config, ppo)
     first = resolve_initial_weights(config)
     models, mfcs = build_training_graph(config, ppo, first)
     spec = on_tasks(config.experiment, config, models, [actor_gen(config, ppo), *mfcs], first)
@@ -206,6 +217,35 @@ def policy_options(config: Config, *, streamed: bool = False) -> ResolvedOptions
         scored_by_model=bool(config.reward_model.path),
         own=algorithm_options(config),
     )
+
+
+def check_structured(config: Config, ppo: ResolvedOptions) -> None:
+    """Raise ConfigError if ``rollout.agent_structured=constrain`` has no effect, or if the tokens
+    that it samples could not be trained on."""
+    if config.rollout.agent_structured != CONSTRAIN:
+        return
+    option = f"rollout.agent_structured={CONSTRAIN}"
+    if not config.async_rl.enabled:
+        raise ConfigError(
+            f"{option}: no effect without async_rl.enabled, because rollout.agent plays in "
+            f"asynchronous runs only"
+        )
+    if config.engine.name != "embedded":
+        raise ConfigError(
+            f"engine.name={config.engine.name}: {option} needs the log-probabilities with and "
+            f"without the token mask, which only engine.name=embedded gives; use that, or "
+            f"rollout.agent_structured={CHECK}"
+        )
+    if ppo.behav_imp_weight_mode == "none":
+        raise ConfigError(
+            f"{option}: the mask changes the distribution, and nothing corrects for it; set "
+            f"ppo.correction (decoupled or tis), or rollout.agent_structured={CHECK}"
+        )
+    if find_spec("llguidance") is None:
+        raise ConfigError(
+            f"{option} needs the package llguidance, which is not installed: "
+            f"{install_command('structured')}"
+        )
 
 
 def max_sampled_tokens(config: Config) -> int:
@@ -318,6 +358,7 @@ def actor_gen(config: Config, ppo: ResolvedOptions, role: str = "actor") -> MFCD
     if ppo.needs_feedback:
         options = replace(options, feedback=ppo.feedback, feedback_tokens=ppo.feedback_tokens)
         keys = (*keys, FEEDBACK_PROMPT)
+    keys = (*keys, *unmasked_keys(config))
     args = options.to_args()
     generation = step_call(
         config, "actor_gen", role, InterfaceType.GENERATE, "env_rollout", args, outputs=keys
@@ -325,6 +366,11 @@ def actor_gen(config: Config, ppo: ResolvedOptions, role: str = "actor") -> MFCD
     if not ppo.dynamic_sampling:
         return generation
     return replace(generation, resample=ppo.dynamic_sampling, signal=group_signal(config, ppo))
+
+
+def unmasked_keys(config: Config) -> tuple[str, ...]:
+    """Return the key of the log-probabilities without token masks, if tokens may have masks."""
+    return (UNMASKED_LOGPROBS,) if config.rollout.agent_structured == CONSTRAIN else ()
 
 
 def group_signal(config: Config, ppo: ResolvedOptions) -> GroupSignal:
@@ -516,6 +562,7 @@ def actor_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
         "packed_input_ids",
         "loss_mask",
         "packed_logprobs",
+        *unmasked_keys(config),
         "packed_versions",
         "rewards",
         "seq_no_eos_mask",
@@ -583,7 +630,11 @@ def critic_inf(config: Config, ppo: ResolvedOptions) -> MFCDef:
 def critic_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
     """Return the call that trains the critic on returns, which are computed from the same inputs as
     the advantages in ``actor_train``."""
-    behaviour = ("packed_logprobs", "packed_ref_logprobs") if ppo.kl_ctl != 0 else ()
+    behaviour = (
+        ("packed_logprobs", *unmasked_keys(config), "packed_ref_logprobs")
+        if ppo.kl_ctl != 0
+        else ()
+    )
     proximal = ("proximal_logprobs",) if ppo.kl_ctl != 0 and ppo.recompute_logprob else ()
     truncated = ("seq_no_eos_mask",) if ppo.mask_too_long else ()
     keys = (
@@ -641,6 +692,7 @@ def rollout_options(config: sft.Config, group_size: int) -> RolloutOptions:
         on_failure=rollout.on_failure,
         retries=rollout.retries,
         keep_reasoning=rollout.keep_reasoning,
+        agent_structured=rollout.agent_structured,
         seed=config.seed,
         transcripts=config.monitor.episodes_per_step,
     )

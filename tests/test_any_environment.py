@@ -27,6 +27,7 @@ TINY = (
     "torch_threads=1",
 )
 AGENT = Path(__file__).resolve().parent / "rollout" / "branching_agent.py"
+REPORTER = Path(__file__).resolve().parent / "rollout" / "reporting_agent.py"
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "your_environment.py"
 
 
@@ -150,3 +151,36 @@ def test_an_agent_with_tools_and_branches_is_trained_and_its_failures_are_counte
         "0": 1,
         "3": 1,
     }
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_answers_under_a_token_mask_all_fit_and_are_trained(root):
+    """A policy that was trained on nothing answers a client that parses what it asked for. Under
+    the mask all answers fit, freely none does. Training corrects for the mask, which is no mismatch
+    of engine and trainer."""
+    pytest.importorskip("llguidance", reason="make install installs it")
+    options = (
+        "experiment=grpo_async",
+        f"env.path={EXAMPLE}:Lock",
+        "actor.path=builtin_tiny",
+        f"rollout.agent={REPORTER}:rollout",
+        "gen.max_new_tokens=300",
+        "total_train_steps=3",
+        "ppo.group_size=4",
+        "evaluation.episodes_per_task=2",
+    )
+    rows = trained(root, "masked", *options, "rollout.agent_structured=constrain")
+    assert len(rows) == 3 and all(math.isfinite(row["policy/loss"]) for row in rows)
+    assert [row["rollouts/broken_rules"] for row in rows] == [0.0] * 3
+    assert not [name for row in rows for name in row if name.startswith("failures/")]
+    for row in rows:
+        assert 0 < row["policy/behaviour_weight_mean"] < 0.9, "weights correct for the mask"
+        assert row["policy/behaviour_weight_max"] < 1.1
+        assert row["mismatch/abs_p99"] < 0.1, "which engine and trainer do not see"
+    rewards = [row.play.reward or 0.0 for row in kept(root, "masked")]
+    assert rewards and min(rewards) >= 0, "the client could parse everything"
+    report = json.loads((root / "masked" / "default" / "evaluations.json").read_text())
+    assert all(entry["sampled"]["overall"]["failed"] == 0 for entry in report.values())
+    rows = trained(root, "free", *options)
+    assert all(row["rollouts/broken_rules"] > 0.9 for row in rows)

@@ -28,7 +28,7 @@ from realhf.api.calls import (
     UpdateWeightsRequest,
 )
 from realhf.api.chat_template import TemplateChat
-from realhf.api.config import GenConfig
+from realhf.api.config import CONSTRAIN, GenConfig
 from realhf.api.experiment import RolloutSpec, RunPlan
 from realhf.api.generation import Done, StreamingGenerator
 from realhf.api.model import GenOutput, GenRequest
@@ -223,6 +223,8 @@ class GenerationWorker:
                 tracer=self._tracer,
                 on_death=self._on_engine_death,
                 shared=_shares_gpu(plan, name) if shares_gpu is None else shares_gpu,
+                masked_tokenizer=tokenizer if spec.episodes.agent_structured == CONSTRAIN else None,
+                stop_ids=chat.stop_ids,
             )
         )
         self._gate = VersionGate(lambda: self._engine.version)

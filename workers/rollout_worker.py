@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack
 
 from realhf.api.calls import PLAY, STOPPED, Nothing, PlayRequest
 from realhf.api.chat_template import TemplateChat
+from realhf.api.config import CONSTRAIN
 from realhf.api.experiment import RolloutSpec, RunPlan
 from realhf.api.model import CallContext
 from realhf.api.sample import MicroBatchSpec
@@ -235,6 +236,7 @@ class RolloutWorker:
             batch_size=spec.n_seqs,
             turns=options.turn_rewards,
             feedback=self._feedback,
+            unmasked=options.agent_structured == CONSTRAIN,
         )
 
     def _env_address(self, number: int) -> str:

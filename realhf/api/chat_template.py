@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from realhf.api.environment import AssistantMessage
 from realhf.api.tool_parser import (
@@ -44,6 +44,8 @@ _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 """Character to which bytes are decoded that do not form a complete character."""
 _BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 """Name of a one-byte token in tokenizers with byte fallback."""
+_TAIL_TOKENS = 32
+"""Number of tokens at the end of a prompt in which a tag of reasoning is looked for."""
 _CACHED = 512
 """Number of entries of each cache."""
 _MAX_CACHED_BYTES = 1 << 15
@@ -115,6 +117,7 @@ class TemplateChat:
         self.family = detect_family(with_tools) if tool_parser == AUTO else tool_parser
         self._syntax = SYNTAXES[self.family]
         self.frames_words = self._syntax.frames_words
+        self._template_has_reasoning = "</think>" in with_tools
         self._template_reads_tools = template_reads_tools(with_tools)
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._cached_opening = lru_cache(_CACHED)(
@@ -395,6 +398,23 @@ class TemplateChat:
             return ids
         end = find_token_boundary(ids, self._decode_all, place)
         return ids[:end] if end is not None else self._encode(text[:place])
+
+    def find_reasoning(self, prompt: Sequence[int]) -> Literal["open", "own"] | None:
+        """Return whether the turn after a prompt may begin with reasoning: ``open`` if the prompt
+        ends with the tag that opens it, ``own`` if the policy may write that tag itself, because
+        the chat template knows it; None if there is no reasoning."""
+        tail = self._decode_all(prompt[-_TAIL_TOKENS:])
+        if find_open_tag(tail) < len(tail):
+            return "open"
+        closed = tail.rstrip().endswith("</think>")
+        return "own" if self._template_has_reasoning and not closed else None
+
+    def find_added_token(self, word: str) -> int | None:
+        """Return the id of a word that was added to the tokenizer as one token; None for other
+        words."""
+        ids = self._encode(word)
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return ids[0] if len(ids) == 1 and ids[0] in added else None
 
     def _decode_all(self, token_ids: Sequence[int]) -> str:
         """Return the text of all ids.

@@ -565,6 +565,9 @@ class EngineConfig:
                 )
 
 
+CHECK, CONSTRAIN = STRUCTURED = ("check", "constrain")
+"""What happens to requests of agents that prescribe the form of the answer: the policy samples
+freely and the answer is checked, or it samples under a token mask."""
 ON_FAILURE = ("minimum_group", "retry", "fail_fast")
 """Ways to handle failed rollouts; see ``RolloutConfig.on_failure``."""
 
@@ -613,6 +616,14 @@ class RolloutConfig:
         "module:function; empty "
         "means the built-in agent.",
     )
+    agent_structured: str = option(
+        CHECK,
+        "What to do about an agent's requests for JSON (response_format, text.format) and for "
+        "calls (tool_choice): check lets the policy sample freely and counts answers that do not "
+        "fit; constrain samples them under a token mask, which training corrects for "
+        "(docs/black_box_agents.md). It needs the extra structured and engine.name=embedded.",
+        choices=STRUCTURED,
+    )
     keep_reasoning: bool = option(
         True,
         "Keep the policy's reasoning of earlier turns in its context. If false, it is dropped as "
@@ -621,8 +632,10 @@ class RolloutConfig:
     )
 
     def problems(self, name: str) -> Iterator[str]:
-        """Yield an error for each option without effect: ``fail_fast`` never retries, and an agent
-        manages its own conversations."""
+        """Yield an error for each option without effect: ``fail_fast`` never retries, an agent
+        manages its own conversations, and only an agent's requests prescribe answers."""
+        if self.agent_structured != CHECK and not self.agent:
+            yield f"{name}.agent_structured={self.agent_structured}: no effect without {name}.agent"
         if self.agent and not self.keep_reasoning:
             yield (
                 f"{name}.keep_reasoning=False: no effect with {name}.agent, which sends whole "

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from realhf.api.config import (
+    CHECK,
     AsyncConfig,
     CheckpointConfig,
     EngineConfig,
@@ -197,6 +198,8 @@ class RolloutOptions(_Arguments):
     """Whether samples contain the keys ``TURN_KEYS``."""
     keep_reasoning: bool = True
     """See ``RolloutConfig``."""
+    agent_structured: str = CHECK
+    """See ``RolloutConfig``. With ``constrain``, samples contain the key ``unmasked_logprobs``."""
     feedback: str = ""
     """One of ``FEEDBACKS`` if samples contain the key ``feedback_prompt_ids``, else ""."""
     feedback_tokens: int = 0

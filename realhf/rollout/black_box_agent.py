@@ -294,6 +294,8 @@ class BlackBoxAgent:
         system_prompt: The environment's system prompt, which precedes its messages in
             ``AgentSession``.
         timeout_s: Seconds that an episode of the agent may take.
+        constrain: Whether the engine enforces the form of answers that requests prescribe
+            (``rollout.agent_structured``).
 
     An agent may hold several conversations, each of which is a trajectory. The one with the most
     sampled tokens is the main one; ``timings["branches"]`` is their number.
@@ -307,12 +309,13 @@ class BlackBoxAgent:
         system_prompt: str = "",
         *,
         timeout_s: float = 600.0,
+        constrain: bool = False,
     ) -> None:
         self._agent = agent
         self._timeout_s = timeout_s
         self._system_prompt = system_prompt
         self._starting = asyncio.Lock()
-        self._server = OpenAiServer(OpenAiSessions(chat, limits))
+        self._server = OpenAiServer(OpenAiSessions(chat, limits, constrain=constrain))
 
     async def close(self) -> None:
         """Stop serving the endpoint."""

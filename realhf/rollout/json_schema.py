@@ -124,6 +124,8 @@ class JsonSchema:
         except SchemaError as error:
             place = "".join(f".{part}" for part in error.absolute_path)
             raise SchemaProblem(f"no valid schema: {place[1:]}: {error.message}"[:300]) from None
+        self.value: dict[str, Any] = schema
+        """The schema as JSON."""
         self._text = text
         self.chars = len(text)
         """Number of characters of the schema as JSON text."""
@@ -271,7 +273,7 @@ def _check_parts(schema: dict[str, Any]) -> dict[str, Any]:
     patterns: dict[str, Any] = {}
     references: list[str] = []
     places: set[str] = set()
-    for place, part in _iterate_schemas(schema):
+    for place, part in iterate_schemas(schema):
         places.add(place)
         for key in _REFUSED:
             if key in part:
@@ -289,7 +291,7 @@ def _check_parts(schema: dict[str, Any]) -> dict[str, Any]:
     return patterns
 
 
-def _iterate_schemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def iterate_schemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield a valid schema and those within it, each with its JSON pointer."""
     waiting: list[tuple[str, Any]] = [("", schema)]
     while waiting:

@@ -36,6 +36,7 @@ from realhf.api.rollout import (
     RolloutOutcome,
 )
 from realhf.api.tool_parser import call_id, read_json
+from realhf.rollout.answer_grammar import AnswerGrammars
 from realhf.rollout.answer_rules import NO_RULES, AnswerRules, StopMatch, find_stop
 from realhf.rollout.api_errors import ApiError
 from realhf.rollout.episode import EpisodeLimits, TokenBuffer, make_outcome, state_number
@@ -149,6 +150,8 @@ class OpenTurn:
     turn_tokens: int = 0
     """Maximum number of tokens of the turn, which is the engine's unless ``max_new_tokens`` is
     lower."""
+    grammar: str = ""
+    """Grammar that the engine enforces; "" if the turn is sampled freely."""
     parts: list[GenOutput] = field(default_factory=list)
     """Outputs of the engine so far."""
     parsed: AssistantMessage = field(default_factory=lambda: AssistantMessage(""))
@@ -200,6 +203,7 @@ class OpenTurn:
             len(ids),
             self.branch.seed,
             max_new_tokens=self._part_end() or self.max_new_tokens,
+            grammar=self.grammar,
         )
 
     def ends_part(self, output: GenOutput) -> bool:
@@ -223,6 +227,7 @@ class OpenTurn:
                 part,
                 token_ids=part.token_ids[:left],
                 logprobs=part.logprobs[:left],
+                unmasked_logprobs=part.unmasked_logprobs and part.unmasked_logprobs[:left],
                 versions=part.versions[:left],
             )
             left -= len(self.parts[number].token_ids)
@@ -234,11 +239,18 @@ class TokenLedger:
 
     ``slot`` and ``seed`` are the cache slot and the seed of the first conversation; those of the
     other conversations are derived from them. ``limits`` apply to each trajectory, and to the
-    number of policy turns of the session.
+    number of policy turns of the session. ``grammars`` build the grammars of answers; None if
+    their rules are checked only.
     """
 
     def __init__(
-        self, chat: TemplateChat, limits: EpisodeLimits, *, slot: int, seed: int | None
+        self,
+        chat: TemplateChat,
+        limits: EpisodeLimits,
+        *,
+        slot: int,
+        seed: int | None,
+        grammars: AnswerGrammars | None = None,
     ) -> None:
         self.branches: list[Branch] = []
         self.slots: list[int] = []
@@ -261,6 +273,7 @@ class TokenLedger:
         self._limits = limits
         self._first_slot = slot
         self._seed = seed
+        self._grammars = grammars
 
     def begin(
         self,
@@ -276,8 +289,8 @@ class TokenLedger:
         It decides between policy turns that look the same to the agent, for example because they
         differ in reasoning only.
 
-        Raises ApiError if a limit is exceeded, or if the model's chat template cannot render the
-        messages.
+        Raises ApiError if a limit is exceeded, if the model's chat template cannot render the
+        messages, or if the rules have no grammar.
         """
         limits = self._limits
         # Running turns count as well; otherwise concurrent requests could exceed the limit
@@ -298,6 +311,8 @@ class TokenLedger:
                 f"than {limits.max_total_tokens}"
             )
             raise self._refuse("token_budget", "context_length_exceeded", text)
+        if self._grammars is not None:
+            turn.grammar = self._grammars.build(rules, tools, turn.prompt)
         turn.max_new_tokens = limits.max_new_tokens
         turn.turn_tokens = limits.turn_tokens
         turn.branch.busy = True
@@ -808,10 +823,14 @@ _NO_LIMITS = TaskLimits()
 
 
 class OpenAiSessions:
-    """The open sessions of one endpoint."""
+    """The open sessions of one endpoint. ``constrain``: whether answers are sampled under the
+    grammars of their requests, instead of being checked only."""
 
-    def __init__(self, chat: TemplateChat, limits: EpisodeLimits) -> None:
+    def __init__(
+        self, chat: TemplateChat, limits: EpisodeLimits, *, constrain: bool = False
+    ) -> None:
         self.chat = chat
+        self._grammars = AnswerGrammars(chat) if constrain else None
         self._limits = limits
         self._open: dict[str, OpenAiSession] = {}
 
@@ -833,7 +852,7 @@ class OpenAiSessions:
             raise RuntimeError(f"the endpoint has {MAX_SESSIONS} sessions; close some")
         limits = self._limits.narrow(task_limits)
         limits = replace(limits, max_turns=min(limits.max_turns, max_turns or limits.max_turns))
-        ledger = TokenLedger(self.chat, limits, slot=slot, seed=seed)
+        ledger = TokenLedger(self.chat, limits, slot=slot, seed=seed, grammars=self._grammars)
         session = OpenAiSession(secrets.token_urlsafe(24), ledger, llm)
         self._open[session.key] = session
         return session

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from realhf.api.chat_template import TemplateChat
-from realhf.api.config import GenConfig
+from realhf.api.config import CONSTRAIN, GenConfig
 from realhf.api.environment import (
     AssistantMessage,
     ChatMessage,
@@ -621,9 +621,11 @@ def make_agent(
     from realhf.rollout.black_box_agent import BlackBoxAgent, load_agent
 
     try:
-        return BlackBoxAgent(load_agent(name, options), chat, limits, system_prompt)
+        agent = load_agent(name, options)
     except ValueError as error:
         raise ValueError(f"rollout.agent={error}") from error
+    constrain = episodes.agent_structured == CONSTRAIN
+    return BlackBoxAgent(agent, chat, limits, system_prompt, constrain=constrain)
 
 
 def check_whole_distribution(gen: GenConfig) -> None:
