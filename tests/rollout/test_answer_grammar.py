@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from realhf.api.chat_template import TemplateChat
 from realhf.api.config import GenConfig
@@ -331,13 +331,19 @@ def test_schemas_are_narrowed_to_what_was_asked_for() -> None:
     }
 
 
-class Report(BaseModel):
-    """What an agent asks for."""
+class Author(BaseModel):
+    """Who has written a report."""
 
-    title: str
+    name: str = Field(max_length=6)
+
+
+class Report(BaseModel):
+    """What an agent asks for, so short that no limit of tokens cuts it off."""
+
+    title: str = Field(max_length=9)
     grade: Literal["good", "bad"]
-    counts: list[int]
-    parent: Report | None = None
+    counts: list[int] = Field(max_length=3)
+    author: Author | None = None
 
 
 @asynccontextmanager
