@@ -55,7 +55,7 @@ help:
 	@echo "make test-verifiers  install verifiers, Gymnasium and reasoning_gym beside it and train five steps on an environment of each"
 	@echo "make test-parquet  install pyarrow and datasets beside it, and read rows of their files"
 	@echo "make test-mcp  install the official MCP SDK beside it, let its client play here, and play on servers written with it"
-	@echo "make test-agents  install ten clients of agents beside it (anthropic, LangGraph, CrewAI ..), let each play, unmodified, and train on it"
+	@echo "make test-agents  install nine clients of agents beside it (anthropic, LangGraph, CrewAI ..), let each play, unmodified, and train on it"
 	@echo "make test-syntaxes  install mistral-common and openai-harmony beside it and compare the tool calls with theirs"
 	@echo "make test-tinker  install the client tinker beside it and let it train, sample and outlive kills of the server"
 	@echo "make test-inspect  install Inspect and pyarrow beside it and read exported rollouts with them"
