@@ -80,7 +80,7 @@ def test_a_text_on_which_the_game_fails_has_lost(results: dict[str, Any]) -> Non
 def test_games_that_cannot_be_played_are_refused_in_one_line(results: dict[str, Any]) -> None:
     refused = results["refused"]
     for name in ("Hangman-v0", "Wordle-v0", "WordLadder-v0", "TwentyQuestions-v0", "Debate-v0"):
-        assert "downloads words or asks another model" in refused[name]
+        assert "downloads words, asks another model" in refused[name]
     assert "its code fails" in refused["Countdown-v0"]
     for name in ("Battleship-v0", "SecretMafia-v0"):
         assert "opponents are known for Chopsticks" in refused[name]

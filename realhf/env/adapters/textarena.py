@@ -102,7 +102,9 @@ def build(options: TextArenaOptions) -> api.EnvironmentSpec:
     source = "\n".join(file.read_text("utf-8") for file in sorted(files))
     seats = 1 if "SinglePlayerState" in source else 2
     if _NEEDS_MORE.search(source):
-        raise ValueError(f"{name} is not served: it downloads words or asks another model")
+        raise ValueError(
+            f"{name} is not served: it downloads words, asks another model or evaluates text"
+        )
     if folder in _BROKEN:
         raise ValueError(f"{name} is not served: its code fails in textarena")
     if seats == 2 and folder not in _OPPONENTS:
