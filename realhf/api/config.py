@@ -164,7 +164,8 @@ class ModelConfig:
     parallel: ParallelConfig = section(ParallelConfig, on_resume="free")
     dtype: str = option(
         "float32",
-        "Data type of the weights. float16 is not supported, since no backend scales the loss.",
+        "Data type of the weights; for pretrained models on GPUs that have it the default is "
+        "bfloat16. float16 is not supported, since no backend scales the loss.",
         choices=("float32", "bfloat16"),
     )
     gradient_checkpointing: bool = option(
@@ -519,6 +520,13 @@ class EngineConfig:
         on_resume="free",
     )
     vllm_executable: str = option("vllm", "Command that starts vLLM.", on_resume="free")
+    vllm_runner: str = option(
+        "auto",
+        "Model runner of a started vLLM server: v1, v2, or auto for vLLM's own choice (v2 on a "
+        "GPU, v1 on a CPU). The one that runs is recorded in logs/vllm-*.json of the run.",
+        choices=("auto", "v1", "v2"),
+        on_resume="warns",
+    )
     max_model_len: int | None = option(
         None,
         "Maximum sequence length of a started vLLM server; defaults to rollout.max_total_tokens.",
@@ -528,7 +536,8 @@ class EngineConfig:
     gpu_memory_utilization: float | None = option(
         None,
         "Fraction of the GPU's memory that a started vLLM server uses; defaults to vLLM's own "
-        "default.",
+        "default. On a GPU shared with a trainer the default is a size of the KV cache in bytes "
+        "instead.",
         above=0,
         at_most=1,
         on_resume="free",
@@ -968,7 +977,10 @@ class RpcConfig:
     """Timeouts of the control plane, and the transport of tensors between workers."""
 
     connect_timeout_s: float = option(
-        120.0, "Timeout in seconds for a worker to start and register.", above=0
+        120.0,
+        "Timeout in seconds for a worker to start and register. The default is 600 if workers "
+        "start vLLM, which compiles and captures graphs.",
+        above=0,
     )
     control_timeout_s: float = option(
         30.0, "Timeout in seconds for a worker's reply to a control message.", above=0

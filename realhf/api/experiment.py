@@ -498,8 +498,8 @@ class RunPlan:
     """Time of the launch in seconds since the epoch."""
     plugins: tuple[str, ...] = ()
     """Modules or files that every worker imports, because they register components."""
-    gpus: Mapping[str, int] = field(default_factory=dict)
-    """GPU index of each worker by name; workers without an entry see the launcher's GPUs."""
+    gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Indices of each worker's GPUs by name; workers without an entry see the launcher's GPUs."""
     network: NetworkConfig = field(default_factory=NetworkConfig)
     """The configuration section ``network``."""
     launch: Launch = field(default_factory=Launch)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from realhf.api.generation import StreamingGenerator
 from realhf.api.trace import Tracer
 from realhf.backends.embedded.memory import cache_bytes
 from realhf.backends.training.tokenizer_loading import check_dense
+from realhf.base.files import write_atomic
 from realhf.base.hf_config import (
     TrainerMemory,
     context_limit,
@@ -46,7 +46,8 @@ def make_streaming_generator(
     stop_ids: Sequence[int] = (),
 ) -> Iterator[StreamingGenerator]:
     """Context manager that yields a generation engine, which has no weights until the first
-    ``load_weights``. If the engine needs a server, the server is started and stopped with it.
+    ``load_weights``. If the engine needs a server, the server is started and stopped with it. What a
+    server says about itself is written next to ``log``, with the suffix .json.
 
     Args:
         model: Model that the engine runs.
@@ -71,6 +72,7 @@ def make_streaming_generator(
             engine = _build_embedded_engine(
                 model, options, tracer, shared, masked_tokenizer, stop_ids
             )
+            stack.callback(engine.close)
         else:
             url = model.engine.vllm_url or stack.enter_context(
                 _run_vllm_server(model, options, log, timeout_s, on_death, shared)
@@ -82,10 +84,10 @@ def make_streaming_generator(
             engine = VllmGenerator(
                 url, version=-1, kv_policy=policy, pause_timeout_s=pause_s, tracer=tracer
             )
-        try:
-            yield engine
-        finally:
-            engine.close()
+            stack.callback(engine.close)
+            description = json.dumps(engine.describe_server(), indent=1)
+            write_atomic(log.with_suffix(".json"), f"{description}\n")
+        yield engine
 
 
 def _build_embedded_engine(
@@ -173,25 +175,49 @@ def server_options(model: ModelSpec, options: AsyncConfig, shared: bool) -> Vllm
 
     On CUDA the server captures CUDA graphs, computes prompts in chunks, caches prefixes, and
     receives weights through its GPUs' memory. With ``shared``, and unless an option defines its
-    share, it gets half of the GPU memory that the trainer does not use. Raises RuntimeError, naming
-    options, if the weights do not fit into that.
+    share, it gets half of the GPU memory that the trainer does not use: its weights, what it
+    computes with, and the rest as a KV cache of fixed size. Raises RuntimeError, naming options, if
+    the weights do not fit into that.
     """
     from realhf.backends.vllm.server import VllmOptions
 
     engine = model.engine
     cuda = torch.cuda.is_available()
-    share = engine.gpu_memory_utilization
-    if share is None and shared and cuda:
-        free, total = torch.cuda.mem_get_info()
-        share = max(0.01, math.floor(100 * _compute_server_bytes(model, free, total) / total) / 100)
+    kv_cache = None
+    if engine.gpu_memory_utilization is None and shared and cuda:
+        kv_cache = compute_cache_bytes(model, *torch.cuda.mem_get_info())
     return VllmOptions(
         dtype=model.dtype,
         threads=options.generation_threads,
         max_model_len=longest_sequence(model),
-        gpu_memory_utilization=share,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        kv_cache_bytes=kv_cache,
+        runner=engine.vllm_runner,
         tensor_parallel_size=engine.tensor_parallel_size,
         cuda=cuda,
     )
+
+
+_SERVER_BYTES = 3 << 30
+"""GPU memory that a vLLM server needs besides weights and KV cache, estimated: CUDA's context,
+graphs, activations, and the logits of a full batch."""
+_SMALLEST_CACHE = 0.25
+"""Fraction of a server's memory, without its weights, that its KV cache gets at least."""
+
+
+def compute_cache_bytes(model: ModelSpec, free: int, total: int) -> int:
+    """Return the size of the KV cache of a server on a GPU that a trainer uses too, with ``free``
+    of ``total`` bytes free when the server is started.
+
+    vLLM's own measurement would count what the trainer allocates meanwhile. Raises RuntimeError if
+    the weights do not fit.
+    """
+    size = model_size(model.path)
+    weights = (
+        0 if size is None else weight_bytes(size, model.dtype) // model.engine.tensor_parallel_size
+    )
+    room = _compute_server_bytes(model, free, total) - weights
+    return max(room - _SERVER_BYTES, int(room * _SMALLEST_CACHE))
 
 
 def _compute_server_bytes(model: ModelSpec, free: int, total: int) -> int:

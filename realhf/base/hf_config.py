@@ -124,6 +124,15 @@ def model_size(path: str) -> ModelSize | None:
     return None
 
 
+def head_size(path: str) -> int | None:
+    """Return the size of a model's attention heads, given by its folder; None if it is not
+    known."""
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        config = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        return _head_width(next(iter(layer_options(config.get("text_config") or config)), {}))
+    return None
+
+
 def estimate_size(config: Mapping[str, Any]) -> ModelSize:
     """Estimate the size of a dense or mixture-of-experts decoder with gated feed-forward networks
     from its ``config.json``, within a few percent.

@@ -43,11 +43,13 @@ def _main(arguments: Sequence[str], started_at: float, terminal: Terminal) -> in
         from realhf.launch.build import build_experiment, find_warnings, print_check, print_graph
 
         composed = compose_config(arguments)
-        check_config(composed.config)
+        check_config(composed.config, composed.machine)
         built = build_experiment(composed)
         for line in (*composed.warnings, *find_warnings(built)):
             if line:
                 print(f"warning: {line}", file=sys.stderr)
+        for line in composed.notes:
+            print(f"note: {line}", file=sys.stderr)
         if composed.config.mode is Mode.graph:
             return print_graph(built)
 

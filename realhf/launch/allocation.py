@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -21,34 +20,39 @@ from realhf.base.hf_config import (
 )
 from realhf.base.host_resources import memory_left
 from realhf.launch.checks import BUILTIN, BUILTIN_PATHS, TINY_VOCAB
-from realhf.scheduler.gpus import VISIBLE, visible_gpus
+from realhf.scheduler.gpus import VISIBLE
+from realhf.scheduler.machine import Machine
 
 
 def allocate(
     spec: ExperimentSpec,
     allocation: AllocationConfig,
-    gpu_count: int | None = None,
+    gpu_count: int,
     elsewhere: Callable[[str], bool] | None = None,
-) -> dict[str, int]:
-    """Return the GPU of each worker that computes, by worker name.
+) -> dict[str, tuple[int, ...]]:
+    """Return the GPUs of each worker that computes, by worker name.
 
-    A GPU's number is its index among the ``gpu_count`` GPUs that this process sees (None: count
-    them). Workers for which ``elsewhere`` returns True are omitted, because their host assigns
-    GPUs. If ``allocation.gpus`` is empty, the workers are spread over all GPUs. In that case the
-    result is empty, and workers see all GPUs, if there is at most one GPU, all roles compute on the
-    CPU, or a generation server uses tensor parallelism. Raises ConfigError with the numbers of
-    required and available GPUs.
+    A GPU's number is its index among the ``gpu_count`` GPUs that this process sees. Each worker
+    gets one, but a worker that starts a server with tensor parallelism gets as
+    many as the server needs. Workers for which ``elsewhere`` returns True are omitted, because
+    their host assigns GPUs. If ``allocation.gpus`` is empty, the workers are spread over all GPUs.
+    In that case the result is empty, and workers see all GPUs, if there is at most one GPU, all
+    roles compute on the CPU, or there are too few for a server of several GPUs beside a trainer of
+    one. Raises ConfigError with the numbers of required and available GPUs.
     """
-    gpu_count = len(visible_gpus()) if gpu_count is None else gpu_count
     assigned = _assign(spec, allocation, gpu_count, elsewhere)
     for model in spec.models.values():
         parallel_size = model.engine.tensor_parallel_size
-        if assigned and parallel_size > 1:
+        if parallel_size > 1 and 0 < gpu_count < parallel_size and elsewhere is None:
             raise ConfigError(
-                f"engine.tensor_parallel_size={parallel_size}: each worker sees one GPU here, with "
-                f"allocation.gpus or "
-                "a role on several workers; start the server yourself and name it in "
-                "engine.vllm_url"
+                f"engine.tensor_parallel_size={parallel_size}: the server needs as many GPUs, "
+                f"{gpu_count} are visible here (those of {VISIBLE}, or else of this machine)"
+            )
+        if assigned and parallel_size > 1 and elsewhere is not None:
+            raise ConfigError(
+                f"engine.tensor_parallel_size={parallel_size}: each worker sees one GPU with a "
+                f"scheduler of several hosts; start the server yourself and name it in "
+                f"engine.vllm_url"
             )
     return assigned
 
@@ -58,8 +62,8 @@ def _assign(
     allocation: AllocationConfig,
     gpu_count: int,
     elsewhere: Callable[[str], bool] | None,
-) -> dict[str, int]:
-    """Return the GPU of each worker as ``allocate`` does, for a known ``gpu_count``."""
+) -> dict[str, tuple[int, ...]]:
+    """Return the GPUs of each worker as ``allocate`` does, for a known ``gpu_count``."""
     names = [f"model_worker/{index}" for index in range(spec.n_model_workers)]
     names += [
         name
@@ -72,13 +76,11 @@ def _assign(
     if not allocation.gpus:
         return _spread(spec, models, generators, gpu_count) if gpu_count else {}
     gpus = list(allocation.gpus)
-    needed = len(models) if allocation.share else len(models) + len(generators)
+    trained = sum(_count_gpus(spec, name) for name in models)
+    served = sum(_count_gpus(spec, name) for name in generators)
+    needed = trained if allocation.share else trained + served
     if len(gpus) < needed:
-        further = (
-            ""
-            if allocation.share or not generators
-            else f" and {len(generators)} generation worker(s)"
-        )
+        further = "" if allocation.share or not generators else _describe_generators(spec, names)
         raise ConfigError(
             f"allocation.gpus={gpus}: {len(models)} model worker(s){further} need {needed} GPUs, "
             f"{len(gpus)} are named"
@@ -90,18 +92,55 @@ def _assign(
             f"else of this machine), "
             f"so there is no number {missing[0]}"
         )
-    assigned = dict(zip(models, gpus, strict=False))
-    remaining = gpus[: len(models)] if allocation.share and models else gpus[len(models) :]
-    return assigned | {
-        name: remaining[number % len(remaining)] for number, name in enumerate(generators)
-    }
+    share = allocation.share and bool(models)
+    remaining = gpus[:trained] if share else gpus[trained:]
+    for name in generators:
+        if _count_gpus(spec, name) > len(remaining):
+            raise ConfigError(
+                f"engine.tensor_parallel_size={_count_gpus(spec, name)}: the server needs as many "
+                f"GPUs, and allocation.share=true leaves it the {len(remaining)} of training"
+            )
+    return _deal(spec, models, gpus) | _deal(spec, generators, remaining)
+
+
+def _count_gpus(spec: ExperimentSpec, name: str) -> int:
+    """Return the number of GPUs that a worker needs: those of the server that it starts, else
+    one."""
+    if name.startswith("generation/"):
+        return spec.models[spec.rollout.role].engine.tensor_parallel_size if spec.rollout else 1
+    if spec.rollout is not None:
+        return 1
+    index = int(name.partition("/")[2])
+    engines = [model.engine for model in spec.models.values() if index in model.workers]
+    return max((engine.tensor_parallel_size for engine in engines), default=1)
+
+
+def _describe_generators(spec: ExperimentSpec, names: list[str]) -> str:
+    """Return the part of an error message that counts the generation workers."""
+    generators = [name for name in names if name.startswith("generation/")]
+    size = _count_gpus(spec, generators[0])
+    each = f" (of {size} GPUs each, engine.tensor_parallel_size)" if size > 1 else ""
+    return f" and {len(generators)} generation worker(s){each}"
+
+
+def _deal(
+    spec: ExperimentSpec, names: list[str], gpus: Sequence[int]
+) -> dict[str, tuple[int, ...]]:
+    """Deal GPUs out to workers, as many as each needs, beginning again after the last one."""
+    dealt: dict[str, tuple[int, ...]] = {}
+    at = 0
+    for name in names:
+        count = _count_gpus(spec, name)
+        dealt[name] = tuple(gpus[number % len(gpus)] for number in range(at, at + count))
+        at += count
+    return dealt
 
 
 def _spread(
     spec: ExperimentSpec, models: list[str], generators: list[str], gpu_count: int
-) -> dict[str, int]:
-    """Return the GPU of each worker if ``allocation.gpus`` is empty: GPUs are assigned round-robin,
-    to model workers first.
+) -> dict[str, tuple[int, ...]]:
+    """Return the GPUs of each worker if ``allocation.gpus`` is empty: GPUs are assigned
+    round-robin, to model workers first.
 
     Generation workers do not share GPUs with model workers if there are enough GPUs. Workers that
     train a role together must have different GPUs, because NCCL rejects two ranks on one GPU.
@@ -115,9 +154,10 @@ def _spread(
     parallel = [model for model in on_gpus if model.parallel.size > 1]
     if not on_gpus or not models:
         return {}
-    workers = [*models, *generators]
-    if parallel and gpu_count < len(workers):
-        further = f" and {len(generators)} generation worker(s)" if generators else ""
+    trained = sum(_count_gpus(spec, name) for name in models)
+    needed = trained + sum(_count_gpus(spec, name) for name in generators)
+    if parallel and gpu_count < needed:
+        further = _describe_generators(spec, generators) if generators else ""
         advice = (
             "; allocation.gpus with allocation.share=true runs generation on the GPUs of training"
             if further
@@ -126,35 +166,32 @@ def _spread(
         raise ConfigError(
             f"allocation.gpus=[]: {parallel[0].role} trains on {parallel[0].parallel.size} "
             f"workers, each with a GPU of "
-            f"its own; {len(models)} model worker(s){further} need {len(workers)} GPUs, "
+            f"its own; {len(models)} model worker(s){further} need {needed} GPUs, "
             f"{gpu_count} are visible here"
             f"{advice}; an empty {VISIBLE} in the environment of the launcher keeps the run on the "
             f"CPU"
         )
     tensor_parallel = any(model.engine.tensor_parallel_size > 1 for model in spec.models.values())
-    if not parallel and (gpu_count == 1 or tensor_parallel):
+    if not parallel and (gpu_count == 1 or (tensor_parallel and gpu_count < needed)):
         return {}
-    assigned = {name: number % gpu_count for number, name in enumerate(models)}
-    remaining = range(len(models), gpu_count) if len(models) < gpu_count else range(gpu_count)
-    return assigned | {
-        name: remaining[number % len(remaining)] for number, name in enumerate(generators)
-    }
+    if not parallel and tensor_parallel and not generators and len(models) == 1:
+        return {}
+    remaining = range(trained, gpu_count) if trained < gpu_count else range(gpu_count)
+    return _deal(spec, models, range(gpu_count)) | _deal(spec, generators, remaining)
 
 
-def check_offload(spec: ExperimentSpec, gpu_count: int | None = None) -> None:
+def check_offload(spec: ExperimentSpec, gpu_count: int) -> None:
     """Raise ConfigError for a role with ``optimizer.offload`` that trains on the CPU, or whose
-    backend shards the moments. ``gpu_count`` is the number of GPUs (None: count those that this
-    process sees)."""
+    backend shards the moments. ``gpu_count`` is the number of GPUs that this process sees."""
     for model in spec.models.values():
         if not (model.trainable and model.optimizer is not None and model.optimizer.offload):
             continue
         option = f"{model.role}.optimizer.offload=true"
         device = str(model.backend_args.get("device", "auto"))
-        gpus = len(visible_gpus()) if gpu_count is None else gpu_count
-        if device.startswith("cpu") or (device == "auto" and not gpus):
+        if device.startswith("cpu") or (device == "auto" and not gpu_count):
             raise ConfigError(
                 f"{option}: has no effect on the CPU, where {model.role} trains (experiment "
-                f"{spec.name}, {gpus} GPUs "
+                f"{spec.name}, {gpu_count} GPUs "
                 "are visible here): moments are in the memory of the host already"
             )
         if model.backend == SHARDED:
@@ -270,23 +307,13 @@ def find_shortages(needs: list[MemoryNeed], free: Mapping[int | None, int]) -> I
             )
 
 
-def free_bytes(gpu_count: int) -> dict[int | None, int]:
+def free_bytes(machine: Machine) -> dict[int | None, int]:
     """Return the free bytes of each device: of the host under the key None, within the limit of
-    this process's control group, and of each of ``gpu_count`` GPUs under its index, if
-    ``nvidia-smi`` reports it."""
+    this process's control group, and of each of the machine's GPUs under its index, where they are
+    known."""
     available = psutil.virtual_memory().available
     left = memory_left()
-    free: dict[int | None, int] = {None: available if left is None else min(available, left)}
-    if gpu_count:
-        query = ("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
-        try:
-            output = subprocess.run(
-                query, capture_output=True, text=True, timeout=20, check=True
-            ).stdout.split()
-            free |= {number: int(mib) * 2**20 for number, mib in enumerate(output[:gpu_count])}
-        except (OSError, ValueError, subprocess.SubprocessError):
-            pass
-    return free
+    return {None: available if left is None else min(available, left), **machine.free_bytes()}
 
 
 def _sum_device(needs: list[MemoryNeed], device: int | None) -> int:

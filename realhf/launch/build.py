@@ -37,7 +37,8 @@ from realhf.launch.plugins import (
     load_scheduler,
     read_scheduler_options,
 )
-from realhf.scheduler.gpus import visible_gpus
+from realhf.launch.vllm_choice import find_executable
+from realhf.scheduler.machine import NO_GPUS, Machine
 
 LARGE_RATE = 5e-5
 """Learning rate of reinforcement learning above which a warning is shown if all weights of a
@@ -64,6 +65,8 @@ class BuiltExperiment:
     """Dataflow graph of the calls."""
     effective: tuple[str, ...] = ()
     """Names of the options that have an effect in this experiment."""
+    machine: Machine = NO_GPUS
+    """The machine on which the experiment was checked."""
 
     def plan(self, spec: ExperimentSpec, started_at: float) -> RunPlan:
         """Return the run plan for the workers of ``spec``, which is this experiment or one that
@@ -81,7 +84,7 @@ class BuiltExperiment:
             torch_threads=config.torch_threads,
             started_at=started_at,
             plugins=(self.plugin,),
-            gpus=_assign_gpus(spec, config),
+            gpus=_assign_gpus(spec, config, self.machine),
             network=config.network,
         )
 
@@ -100,8 +103,8 @@ def build_experiment(composed: ComposedConfig) -> BuiltExperiment:
     all_specs = (*spec.before, spec)
     for every in all_specs:
         _check_workers(every)
-        check_offload(every)
-        _assign_gpus(every, config)
+        check_offload(every, len(composed.machine.gpus))
+        _assign_gpus(every, config, composed.machine)
         _check_heads(every)
         _check_served_actor(every)
     _check_hosts(config, all_specs)
@@ -117,6 +120,7 @@ def build_experiment(composed: ComposedConfig) -> BuiltExperiment:
         from_json_value(ExperimentSpec, plain),
         graph,
         effective_options(config, reads),
+        composed.machine,
     )
 
 
@@ -161,9 +165,11 @@ def print_check(built: BuiltExperiment, arguments: Sequence[str] = ()) -> int:
         if model.optimizer is not None:
             adapters = f", adapters of rank {model.lora.rank}" if model.lora is not None else ""
             print(
-                f"trains: {model.role} with learning rate {model.optimizer.lr:g}, from "
+                f"trains: {model.role} with learning rate {model.optimizer.lr:g} in {model.dtype}, from "
                 f"{model.path}{adapters}"
             )
+    for line in _describe_machine(built):
+        print(line)
     needs, free = _estimate_memory(built)
     print("\n".join(format_estimate(needs, free)))
     chosen = built.config.scheduler
@@ -174,6 +180,47 @@ def print_check(built: BuiltExperiment, arguments: Sequence[str] = ()) -> int:
             end="",
         )
     return 0
+
+
+def _describe_machine(built: BuiltExperiment) -> Iterator[str]:
+    """Yield lines of text: which engine samples, and on this machine which worker gets which
+    GPU."""
+    spec = built.spec
+    sampling = spec.rollout.role if spec.rollout is not None else "actor"
+    model = spec.models.get(sampling)
+    if model is not None and (spec.rollout is not None or _samples(spec, sampling)):
+        yield f"samples: {_describe_engine(model)}"
+    gpus = _assign_gpus(spec, built.config, built.machine)
+    if gpus:
+        placed = (f"{name} on {' and '.join(map(str, numbers))}" for name, numbers in gpus.items())
+        yield f"GPUs: {', '.join(placed)}"
+    elif built.machine.gpus:
+        yield "GPUs: all workers on GPU 0" + (
+            ", a server also on the next ones"
+            if model is not None and model.engine.tensor_parallel_size > 1
+            else ""
+        )
+
+
+def _samples(spec: ExperimentSpec, role: str) -> bool:
+    """Return whether a role samples tokens in a synchronous run."""
+    evaluation = spec.evaluation
+    return any(
+        mfc.model_role == role and mfc.interface_type is InterfaceType.GENERATE for mfc in spec.mfcs
+    ) or (evaluation is not None and evaluation.generates and evaluation.role == role)
+
+
+def _describe_engine(model: ModelSpec) -> str:
+    engine = model.engine
+    if engine.name != "vllm":
+        return f"{engine.name}, in {model.dtype}"
+    if engine.vllm_url is not None:
+        return f"vllm at {engine.vllm_url}"
+    program = find_executable(engine.vllm_executable) or engine.vllm_executable
+    runner = "of its own choice" if engine.vllm_runner == "auto" else engine.vllm_runner.upper()
+    size = engine.tensor_parallel_size
+    shared = f", on {size} GPUs together" if size > 1 else ""
+    return f"vllm ({program}), model runner {runner}, in {model.dtype}{shared}"
 
 
 def find_warnings(built: BuiltExperiment) -> Iterator[str]:
@@ -205,9 +252,10 @@ def _estimate_memory(built: BuiltExperiment) -> tuple[list[MemoryNeed], dict[int
     if the scheduler uses several hosts, whose memory is not known."""
     if load_scheduler(built.config.scheduler.path).several_hosts:
         return [], {}
-    gpu_count = len(visible_gpus())
-    gpus = _assign_gpus(built.spec, built.config)
-    return estimate_needs(built.spec, built.config, gpus, gpu_count), free_bytes(gpu_count)
+    gpus = _assign_gpus(built.spec, built.config, built.machine)
+    first = {name: numbers[0] for name, numbers in gpus.items()}
+    needs = estimate_needs(built.spec, built.config, first, len(built.machine.gpus))
+    return needs, free_bytes(built.machine)
 
 
 def _trained_models(spec: ExperimentSpec) -> list[ModelSpec]:
@@ -231,12 +279,15 @@ def _call_build(file: ExperimentFile, config: ExperimentConfig) -> ExperimentSpe
     return spec
 
 
-def _assign_gpus(spec: ExperimentSpec, config: ExperimentConfig) -> dict[str, int]:
-    """Return the GPU of each worker that runs on this machine. Raises ConfigError."""
+def _assign_gpus(
+    spec: ExperimentSpec, config: ExperimentConfig, machine: Machine
+) -> dict[str, tuple[int, ...]]:
+    """Return the GPUs of each worker that runs on this machine. Raises ConfigError."""
     elsewhere = load_scheduler(config.scheduler.path).elsewhere
     return allocate(
         spec,
         config.allocation,
+        len(machine.gpus),
         elsewhere=elsewhere and partial(elsewhere, read_scheduler_options(config.scheduler)),
     )
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from shutil import which
 from tempfile import TemporaryFile
 from typing import Any
 
@@ -41,13 +39,15 @@ from realhf.base.hf_config import (
 from realhf.base.installation import install_command
 from realhf.env.loader.load import chosen_environment
 from realhf.launch.plugins import load_scheduler
+from realhf.launch.vllm_choice import find_executable, machine_problems
 from realhf.registry import registered_names
-from realhf.scheduler.gpus import visible_gpus
+from realhf.scheduler.machine import NO_GPUS, Machine
 
 
-def check_config(config: ExperimentConfig) -> None:
-    """Raise ConfigError that lists all invalid values. The experiment's module must have been
-    imported, so that the names that it registers are known."""
+def check_config(config: ExperimentConfig, machine: Machine = NO_GPUS) -> None:
+    """Raise ConfigError that lists all invalid values, also those that ``machine`` cannot follow.
+    The experiment's module must have been imported, so that the names that it registers are
+    known."""
     lines = [
         *problems(config, known=registered_names),
         *_sampling_problems(config),
@@ -65,6 +65,7 @@ def check_config(config: ExperimentConfig) -> None:
         *_served_expert_problems(config),
         *_other_model_problems(config),
         *_host_problems(config),
+        *_machine_problems(config, machine),
     ]
     if lines:
         raise ConfigError("\n".join(lines))
@@ -108,12 +109,13 @@ def _host_problems(config: ExperimentConfig) -> Iterator[str]:
         engine.name == "vllm"
         and engine.vllm_url is None
         and not elsewhere
-        and not which(os.path.expanduser(engine.vllm_executable))
+        and find_executable(engine.vllm_executable) is None
     ):
         yield (
             f"engine.vllm_executable={engine.vllm_executable}: no such program on this "
-            "machine, so engine.name=vllm cannot start a server; install vLLM in a separate "
-            "environment and name its program here, or name a running server with engine.vllm_url"
+            "machine, so engine.name=vllm cannot start a server; install vLLM in an "
+            "environment of its own (`make vllm-cuda`, without a GPU `make test-vllm`) and name its "
+            "program here, or name a running server with engine.vllm_url"
         )
     for name in config.monitor.trackers:
         if find_spec(name) is None:
@@ -126,6 +128,12 @@ def _host_problems(config: ExperimentConfig) -> Iterator[str]:
         TemporaryFile(dir=existing).close()
     except OSError as error:
         yield f"fileroot: cannot write to {existing}: {error.strerror}"
+
+
+def _machine_problems(config: ExperimentConfig, machine: Machine) -> Iterator[str]:
+    """Yield the problems of this machine's GPUs, unless workers run on other hosts."""
+    if not load_scheduler(config.scheduler.path).several_hosts:
+        yield from machine_problems(config, machine)
 
 
 def _sampling_problems(config: ExperimentConfig) -> Iterator[str]:
@@ -220,9 +228,6 @@ TINY_VOCAB = 260
 """Vocabulary size of ``BUILTIN_TINY``: 256 bytes and four special tokens."""
 PRETRAINED = "models/smollm2_135m"
 """Folder that model=smollm2_135m uses. The path could be mistaken for a hub id."""
-VLLM_START_S = 600.0
-"""Seconds within which an automatically selected vLLM server must load a model, compile and capture
-graphs."""
 BUILTIN_VARIABLES = ("show_system", "show_tools")
 """Variables that the built-in policy's chat template reads."""
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
@@ -260,46 +265,6 @@ def start_untrained(config: ExperimentConfig, *, trains_on_file: bool) -> str:
         "nothing; "
         "actor.path=FOLDER trains a model of your own"
     )
-
-
-def choose_engine(config: ExperimentConfig, user_options: Collection[str]) -> str:
-    """Select vLLM for a pretrained model if this machine has a GPU and vLLM is installed, unless an
-    option set by the user (``user_options``) chooses an engine.
-
-    Return a warning if the embedded engine is used on a GPU, else "".
-    """
-    engine = config.engine
-    path = config.actor.path
-    if (
-        {"engine.name", "engine.kv_cache_gib"} & {*user_options}
-        or path in BUILTIN_PATHS
-        or not visible_gpus()
-    ):
-        return ""
-    slow = (
-        "engine.name=embedded copies all keys and values of a row for every token that it samples "
-        "on a GPU, so that "
-        "generation is many times as slow as with vLLM"
-    )
-    if config.actor.experts:
-        return f"{slow}, which cannot load weights of experts from the trainer"
-    if len(config.actor.workers) > 1:
-        return (
-            f"{slow}, which serves an actor of several workers in asynchronous experiments only "
-            f"(engine.name=vllm)"
-        )
-    if (
-        engine.vllm_url is None
-        and shutil.which(str(Path(engine.vllm_executable).expanduser())) is None
-    ):
-        return (
-            f"{slow}, which is not here (engine.vllm_executable={engine.vllm_executable}): install "
-            f"it"
-        )
-    engine.name = "vllm"
-    if "rpc.connect_timeout_s" not in user_options:
-        config.rpc.connect_timeout_s = max(VLLM_START_S, config.rpc.connect_timeout_s)
-    return ""
 
 
 def model_problems(

@@ -25,7 +25,7 @@ from realhf.base.installation import CONFIGS
 from realhf.base.plugin import absolute_reference
 from realhf.env.loader.mixture import mixture_reference, split_mixture
 from realhf.env.loader.reference import absolute_environment
-from realhf.launch.checks import BUILTIN, choose_engine, is_builtin, start_untrained
+from realhf.launch.checks import BUILTIN, BUILTIN_PATHS, is_builtin, start_untrained
 from realhf.launch.plugins import (
     ExperimentFile,
     base_experiments,
@@ -34,7 +34,9 @@ from realhf.launch.plugins import (
     with_algorithm,
     with_scheduler,
 )
+from realhf.launch.vllm_choice import choose_dtype, choose_engine, version_warnings
 from realhf.registry import environments
+from realhf.scheduler.machine import NO_GPUS, Machine, read_machine
 
 GROUPS = ("experiment", "model", "env", "scheduler")
 """Configuration groups, whose files are selected with ``GROUP=NAME``."""
@@ -58,6 +60,10 @@ class ComposedConfig(NamedTuple):
     """Options that each choice (``model=``, ``env=``, ``scheduler=``) sets."""
     warnings: tuple[str, ...] = ()
     """Warnings about automatic choices."""
+    notes: tuple[str, ...] = ()
+    """Automatic choices that are no reason to worry."""
+    machine: Machine = NO_GPUS
+    """The machine for which the choices were made."""
 
 
 class Argument(NamedTuple):
@@ -73,8 +79,11 @@ class EnvironmentMissing(ConfigError):
     """Raised if no environment was chosen for an experiment that needs one."""
 
 
-def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> ComposedConfig:
-    """Compose and return the configuration for ``key=value`` arguments.
+def compose_config(
+    arguments: Sequence[str], config_dir: Path = CONFIGS, machine: Machine | None = None
+) -> ComposedConfig:
+    """Compose and return the configuration for ``key=value`` arguments on a machine (None: this
+    one).
 
     Imports the experiment's file, which defines the class of the configuration. Raises ConfigError
     that names the option.
@@ -169,10 +178,13 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
     }
     from_files = _options_in_yaml(config, schema, own_file, defaults)
     set_elsewhere = {*overridden, *(option for options in by_choice.values() for option in options)}
-    warnings = (
-        start_untrained(config, trains_on_file=hasattr(file.module, "build_on_rows")),
-        choose_engine(config, {*set_elsewhere, *from_files}),
-    )
+    machine = read_machine() if machine is None else machine
+    untrained = start_untrained(config, trains_on_file=hasattr(file.module, "build_on_rows"))
+    given = {*set_elsewhere, *from_files}
+    is_named_builtin = config.actor.path in BUILTIN_PATHS
+    slow = choose_engine(config, given, machine, builtin=is_named_builtin)
+    note = choose_dtype(config, given, machine, builtin=is_builtin(config.actor.path))
+    warnings = (untrained, slow, *version_warnings(config, machine))
     config.trial_name = config.trial_name or make_trial_name()
     reverted = {option for option in schema.options_in(own_file) if option not in from_files}
     return ComposedConfig(
@@ -182,6 +194,8 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
         {option: source for option, source in from_files.items() if option not in set_elsewhere},
         by_choice,
         tuple(warning for warning in warnings if warning),
+        (note,) if note else (),
+        machine,
     )
 
 

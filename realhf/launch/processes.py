@@ -451,9 +451,7 @@ def worker_specs(
         argv = ("--run-dir", str(spec.run_dir), "--index", str(index), *join)
         name = f"model_worker/{index}"
         workers.append(
-            WorkerSpec(
-                name, "workers.model_worker", argv, _log_path(spec, name), gpu=plan.gpus.get(name)
-            )
+            _on_gpus(plan, WorkerSpec(name, "workers.model_worker", argv, _log_path(spec, name)))
         )
     names = spec.rollout.workers if spec.rollout else ()
     return workers + [_rollout_side_spec(plan, name, join) for name in names]
@@ -467,9 +465,14 @@ def _rollout_side_spec(plan: RunPlan, name: str, join: tuple[str, ...]) -> Worke
     module = "workers.generation_worker" if kind == "generation" else "workers.rollout_worker"
     argv = ("--run-dir", str(spec.run_dir), "--index", number, *join)
     niceness = spec.rollout.options.niceness if spec.rollout else 0
-    return WorkerSpec(
-        name, module, argv, _log_path(spec, name), niceness=niceness, gpu=plan.gpus.get(name)
-    )
+    worker = WorkerSpec(name, module, argv, _log_path(spec, name), niceness=niceness)
+    return _on_gpus(plan, worker)
+
+
+def _on_gpus(plan: RunPlan, worker: WorkerSpec) -> WorkerSpec:
+    """Return the specification with the GPUs that the plan assigns to the worker, if any."""
+    gpus = plan.gpus.get(worker.name, ())
+    return replace(worker, gpu=gpus[0], further_gpus=gpus[1:]) if gpus else worker
 
 
 class ElasticWorkers:

@@ -27,8 +27,10 @@ class WorkerSpec:
     niceness: int = 0
     """Niceness of the worker and its children, from 0 to 19."""
     gpu: int | None = None
-    """Index of the only GPU that the worker sees, among the GPUs visible to the process that starts
-    it; None if it sees all."""
+    """Index of the GPU that the worker computes on, among the GPUs visible to the process that
+    starts it. The worker sees only this one and ``further_gpus``; None if it sees all."""
+    further_gpus: tuple[int, ...] = ()
+    """Indices of the other GPUs of a server with tensor parallelism that the worker starts."""
     host: str = ""
     """The only host on which the worker may run; "" lets the scheduler choose."""
 

@@ -1,4 +1,4 @@
-"""Functions that list a process's visible GPUs and restrict a worker to one of them.
+"""Functions that list a process's visible GPUs and restrict a worker to some of them.
 
 A GPU's number is its index, from 0, among the GPUs that the process sees. If
 ``CUDA_VISIBLE_DEVICES`` is set, as in batch systems and containers, number 0 is the first entry of
@@ -8,7 +8,7 @@ that list.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -77,21 +77,25 @@ def _read_uuid(entry: Path) -> str:
     )
 
 
-def restrict_to_gpu(gpu: int, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return environment variables with which a worker sees only the GPU with this number.
+def restrict_to_gpus(
+    gpus: Sequence[int], environment: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return environment variables with which a worker sees only the GPUs with these numbers, in
+    this order.
 
-    The number is an index among the GPUs that are visible in ``environment`` (None for this
-    process's environment). Raises ValueError if there is no such GPU.
+    A number is an index among the GPUs that are visible in ``environment`` (None for this process's
+    environment). Raises ValueError if there is no such GPU.
     """
     base = os.environ if environment is None else environment
     listed = _parse_visible(base)
     if listed is None:
-        return {**base, VISIBLE: str(gpu)}
-    if gpu >= len(listed):
+        return {**base, VISIBLE: ",".join(map(str, gpus))}
+    if missing := [gpu for gpu in gpus if gpu >= len(listed)]:
         raise ValueError(
-            f"GPU {gpu}: {VISIBLE}={base[VISIBLE]!r} shows this process {len(listed)} GPUs only"
+            f"GPU {missing[0]}: {VISIBLE}={base[VISIBLE]!r} shows this process {len(listed)} GPUs "
+            "only"
         )
-    return {**base, VISIBLE: listed[gpu]}
+    return {**base, VISIBLE: ",".join(listed[gpu] for gpu in gpus)}
 
 
 def _parse_visible(environment: Mapping[str, str]) -> list[str] | None:

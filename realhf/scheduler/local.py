@@ -34,7 +34,7 @@ from realhf.scheduler.base import (
     WorkerLine,
     WorkerSpec,
 )
-from realhf.scheduler.gpus import VISIBLE, restrict_to_gpu
+from realhf.scheduler.gpus import VISIBLE, restrict_to_gpus
 from realhf.scheduler.process import LAST_WORDS, create_last_words, read_last_words
 
 OOM_KILLED = "killed by the kernel because memory ran out"
@@ -317,7 +317,7 @@ class LocalScheduler:
             if previous.process.poll() is None:
                 raise ValueError(f"worker {spec.name} was started already")
             self._kill_orphans(previous)
-        environment = None if spec.gpu is None else restrict_to_gpu(spec.gpu)
+        environment = None if spec.gpu is None else restrict_to_gpus((spec.gpu, *spec.further_gpus))
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         log = spec.log.open("ab")
         log_from = log.tell()

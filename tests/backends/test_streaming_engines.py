@@ -12,8 +12,8 @@ import torch
 
 from realhf.api.config import AsyncConfig, EngineConfig, LoraConfig, OptimizerConfig
 from realhf.api.experiment import ModelSpec
-from realhf.backends.streaming_engines import server_options
-from realhf.backends.vllm.server import _build_command
+from realhf.backends.streaming_engines import compute_cache_bytes, server_options
+from realhf.backends.vllm.server import _build_command, _build_environment
 
 SPEC = ModelSpec(
     "actor",
@@ -43,12 +43,38 @@ def test_a_server_on_a_gpu_has_what_a_gpu_can(monkeypatch: pytest.MonkeyPatch) -
     assert "--gpu-memory-utilization" not in on_gpu, (
         "vLLM's own choice, where it has the GPU for itself"
     )
-    beside = flags(SPEC, shared=True)
-    assert beside[beside.index("--gpu-memory-utilization") + 1] == "0.31", (
-        "half of what is free, rounded down"
+    beside = dict(itertools.pairwise(flags(SPEC, shared=True)))
+    assert beside["--kv-cache-memory-bytes"] == str(5 << 27), (
+        "a quarter of half of what is free, where that is little"
+    )
+    assert beside["--gpu-memory-utilization"] == "0.01", (
+        "vLLM does not start unless this share is free, and ignores it otherwise"
     )
     asked = replace(SPEC, engine=replace(SPEC.engine, gpu_memory_utilization=0.7))
-    assert flags(asked, shared=True)[beside.index("--gpu-memory-utilization") + 1] == "0.7"
+    assert dict(itertools.pairwise(flags(asked, shared=True)))["--gpu-memory-utilization"] == "0.7"
+    assert "--kv-cache-memory-bytes" not in flags(asked, shared=True)
+
+
+def test_a_cache_beside_a_trainer_leaves_the_server_what_it_computes_with() -> None:
+    unknown = replace(SPEC, engine=replace(SPEC.engine, tensor_parallel_size=1))
+    assert compute_cache_bytes(unknown, 60 << 30, 80 << 30) == 27 << 30
+    assert compute_cache_bytes(unknown, 4 << 30, 80 << 30) == 1 << 29
+
+
+def test_logits_of_a_bf16_server_are_fp32_like_the_trainers() -> None:
+    narrow = dict(itertools.pairwise(flags(replace(SPEC, dtype="bfloat16"), shared=False)))
+    assert json.loads(narrow["--hf-overrides"]) == {"head_dtype": "float32"}
+    assert "--hf-overrides" not in flags(SPEC, shared=False), "they are in fp32 anyway"
+
+
+@pytest.mark.parametrize(("runner", "variable"), [("auto", None), ("v1", "0"), ("v2", "1")])
+def test_the_runner_is_that_of_the_option(
+    runner: str, variable: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    spec = replace(SPEC, engine=replace(SPEC.engine, vllm_runner=runner))
+    environment = _build_environment(server_options(spec, AsyncConfig(), False), tmp_path)
+    assert environment.get("VLLM_USE_V2_MODEL_RUNNER") == variable
 
 
 def test_a_server_leaves_a_trainer_what_its_first_update_takes(
@@ -78,8 +104,12 @@ def test_a_server_leaves_a_trainer_what_its_first_update_takes(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
     def share(spec: ModelSpec, free: float) -> float:
+        """The share of the GPU that the server's weights, KV cache and computations take."""
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free), total))
-        return server_options(spec, AsyncConfig(), shared=True).gpu_memory_utilization or 0.0
+        options = server_options(spec, AsyncConfig(), shared=True)
+        if options.kv_cache_bytes is None:
+            return options.gpu_memory_utilization or 0.0
+        return (options.kv_cache_bytes + 2 * 3.086e9 + (3 << 30)) / total
 
     weights = 6 * 3.086e9
     later = 12 * 3.086e9

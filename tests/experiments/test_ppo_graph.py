@@ -208,7 +208,7 @@ def test_a_large_critic_learns_at_the_actors_rate(
     assert critic.optimizer is not None and critic.optimizer.lr == rate
     assert print_check(found) == 0
     assert (
-        f"trains: critic with learning rate {rate:g}, from {critic.path}\n"
+        f"trains: critic with learning rate {rate:g} in float32, from {critic.path}\n"
         in capsys.readouterr().out
     )
 

@@ -26,6 +26,13 @@ from realhf.launch.plugins import load_scheduler, read_scheduler_options
 from realhf.scheduler.base import WorkerExit, WorkerSpec
 from realhf.scheduler.gpus import VISIBLE
 from realhf.scheduler.local import LocalScheduler
+from realhf.scheduler.machine import NO_GPUS, Gpu, Machine
+
+
+def single(assigned):
+    """The GPU of each worker, each of which has one."""
+    assert all(len(gpus) == 1 for gpus in assigned.values())
+    return {name: gpus[0] for name, gpus in assigned.items()}
 
 
 def spec_of(*arguments):
@@ -42,16 +49,16 @@ def test_each_worker_that_computes_gets_one():
     )
     workers = ["model_worker/0", "model_worker/1", "generation/0", "generation/1"]
     assert allocate(spec, AllocationConfig(), 0) == {}
-    apart = allocate(spec, AllocationConfig(gpus=[3, 2, 1, 0]), 4)
+    apart = single(allocate(spec, AllocationConfig(gpus=[3, 2, 1, 0]), 4))
     assert apart == dict(zip(workers, [3, 2, 1, 0], strict=True))
-    beside = allocate(spec, AllocationConfig(gpus=[1, 2], share=True), 4)
+    beside = single(allocate(spec, AllocationConfig(gpus=[1, 2], share=True), 4))
     assert beside == dict(zip(workers, [1, 2, 1, 2], strict=True))
 
 
 @pytest.mark.slow
 def test_workers_that_train_together_get_different_gpus_though_none_are_named():
     spec = spec_of("actor.workers=[0,1]", "actor.backend=ddp", "async_rl.n_generation_workers=1")
-    assert allocate(spec, AllocationConfig(), 3) == {
+    assert single(allocate(spec, AllocationConfig(), 3)) == {
         "model_worker/0": 0,
         "model_worker/1": 1,
         "generation/0": 2,
@@ -74,7 +81,9 @@ def test_roles_are_dealt_out_though_none_are_named(there, gpus):
     """All of them used to take GPU 0 while the others of the machine stood by."""
     spec = spec_of("actor.workers=[0]", "ref.workers=[1]", "async_rl.n_generation_workers=3")
     workers = ("model_worker/0", "model_worker/1", *(f"generation/{number}" for number in range(3)))
-    assert allocate(spec, AllocationConfig(), there) == dict(zip(workers, gpus, strict=True))
+    assert single(allocate(spec, AllocationConfig(), there)) == dict(
+        zip(workers, gpus, strict=True)
+    )
     on_cpu = {
         name: replace(model, backend_args={"device": "cpu"}) for name, model in spec.models.items()
     }
@@ -98,9 +107,8 @@ def test_workers_on_other_hosts_have_the_gpus_of_those():
         ).config.scheduler
         elsewhere = load_scheduler("join").elsewhere
         assert elsewhere is not None
-        return allocate(
-            spec, AllocationConfig(), there, partial(elsewhere, read_scheduler_options(scheduler))
-        )
+        options_of = read_scheduler_options(scheduler)
+        return single(allocate(spec, AllocationConfig(), there, partial(elsewhere, options_of)))
 
     assert given("scheduler.placement={model_worker/1:beta}", there=1) == {"model_worker/0": 0}, (
         "generation has beta's"
@@ -113,13 +121,42 @@ def test_workers_on_other_hosts_have_the_gpus_of_those():
 
 
 @pytest.mark.slow
-def test_a_server_on_several_gpus_does_not_fit_workers_that_see_one():
-    spec = spec_of("engine.name=vllm", "engine.tensor_parallel_size=2")
-    assert allocate(spec, AllocationConfig(), 4) == {}, "every worker sees all of them"
-    with pytest.raises(
-        ConfigError, match=r"engine.tensor_parallel_size=2: each worker sees one GPU here"
-    ):
-        allocate(spec, AllocationConfig(gpus=[0, 1]), 4)
+def test_a_server_on_several_gpus_has_them_to_itself_if_there_are_enough():
+    """Beside a trainer of one GPU, and beside a trainer of several, of which it used to be
+    refused."""
+    tensor_parallel = ("engine.name=vllm", "engine.tensor_parallel_size=2")
+    spec = spec_of(*tensor_parallel)
+    names = ("model_worker/0", "generation/0")
+    assert allocate(spec, AllocationConfig(), 2) == {}, "every worker sees all of them"
+    assert allocate(spec, AllocationConfig(), 4) == dict(zip(names, ((0,), (1, 2)), strict=True))
+    named = allocate(spec, AllocationConfig(gpus=[3, 0, 2]), 4)
+    assert named == dict(zip(names, ((3,), (0, 2)), strict=True))
+    several = ("actor.workers=[0,1]", "actor.backend=fsdp2", "async_rl.n_generation_workers=2")
+    spec = spec_of(*tensor_parallel, *several)
+    names = ("model_worker/0", "model_worker/1", "generation/0", "generation/1")
+    gpus = ((0,), (1,), (2, 3), (4, 5))
+    assert allocate(spec, AllocationConfig(), 8) == dict(zip(names, gpus, strict=True))
+    shared = allocate(spec, AllocationConfig(gpus=[6, 7], share=True), 8)
+    assert shared == dict(zip(names, ((6,), (7,), (6, 7), (6, 7)), strict=True))
+
+
+@pytest.mark.slow
+def test_a_server_on_more_gpus_than_there_are_is_refused_with_the_numbers():
+    sized = lambda size, *more: spec_of(
+        "engine.name=vllm", f"engine.tensor_parallel_size={size}", *more
+    )
+    with pytest.raises(ConfigError, match=r"engine.tensor_parallel_size=4: .* 2 are visible"):
+        allocate(sized(4), AllocationConfig(), 2)
+    with pytest.raises(ConfigError, match=r"1 generation worker\(s\) \(of 2 GPUs each.* need 3"):
+        allocate(sized(2), AllocationConfig(gpus=[0, 1]), 4)
+    with pytest.raises(ConfigError, match=r"leaves it the 1 of training"):
+        allocate(sized(2), AllocationConfig(gpus=[0], share=True), 4)
+    two = ("actor.workers=[0,1]", "actor.backend=ddp")
+    with pytest.raises(ConfigError, match=r"of 2 GPUs each.* need 4 GPUs, 3 are visible here"):
+        allocate(sized(2, *two), AllocationConfig(), 3)
+    assert allocate(sized(2), AllocationConfig(), 0) == {}, "a CPU has no such limit"
+    with pytest.raises(ConfigError, match=r"sees one GPU with a scheduler of several hosts"):
+        allocate(sized(2), AllocationConfig(gpus=[0, 1, 2]), 4, lambda name: name == "nowhere")
 
 
 @pytest.mark.slow
@@ -159,16 +196,14 @@ def test_a_worker_sees_its_own_gpu_only(tmp_path, monkeypatch, inherited, own):
     assert log.read_text() == f"{VISIBLE}={own}\n"
 
 
-def built(*options):
-    return build_experiment(compose_config(["experiment=ppo", "env=countdown", *options])).spec
+def built(*options, machine=NO_GPUS):
+    arguments = ["experiment=ppo", "env=countdown", *options]
+    return build_experiment(compose_config(arguments, machine=machine)).spec
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_without_a_gpu_it_is_refused_for_every_role_and_with_one_only_where_it_cannot_be(
-    monkeypatch,
-):
-    monkeypatch.setattr("realhf.launch.allocation.visible_gpus", lambda: ())
+def test_without_a_gpu_it_is_refused_for_every_role_and_with_one_only_where_it_cannot_be():
     for option in (
         "actor.optimizer.offload",
         "critic.optimizer.offload",
@@ -176,12 +211,10 @@ def test_without_a_gpu_it_is_refused_for_every_role_and_with_one_only_where_it_c
     ):
         with pytest.raises(ConfigError, match=r"optimizer.offload=true: has no effect on the CPU"):
             built(f"{option}=true")
-    monkeypatch.setattr("realhf.launch.allocation.visible_gpus", lambda: ("0",))
-    spec = built("actor.optimizer.offload=true")
+    spec = built("actor.optimizer.offload=true", machine=Machine((Gpu(),)))
     assert spec.models["actor"].optimizer is not None and spec.models["actor"].optimizer.offload
     with pytest.raises(ConfigError, match="0 GPUs are visible"):
         check_offload(spec, gpu_count=0)
-    monkeypatch.setattr("realhf.launch.allocation.visible_gpus", lambda: ())
     cut = built("actor.backend=fsdp2", "actor.workers=[0,1]").models["actor"]
     assert cut.optimizer is not None
     offloads = replace(cut, optimizer=replace(cut.optimizer, offload=True))
@@ -291,4 +324,8 @@ def test_what_is_not_known_is_said():
 def test_free_memory_is_that_of_the_container(monkeypatch):
     for left, free in ((1 << 20, 1 << 20), (1 << 62, psutil.virtual_memory().total), (None, None)):
         monkeypatch.setattr(allocation, "memory_left", lambda left=left: left)
-        assert 0 < (allocation.free_bytes(0)[None] or 0) <= (free or psutil.virtual_memory().total)
+        assert (
+            0
+            < (allocation.free_bytes(NO_GPUS)[None] or 0)
+            <= (free or psutil.virtual_memory().total)
+        )

@@ -279,62 +279,6 @@ def test_the_folder_of_the_pretrained_model_is_no_hub_id(tmp_path, monkeypatch):
     assert problems(path) == []
 
 
-@pytest.fixture
-def with_gpu(monkeypatch, tmp_path):
-    """A machine that shows a GPU, and the folder of its commands."""
-    monkeypatch.setattr(checks, "visible_gpus", lambda: ("0",))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    return tmp_path
-
-
-@pytest.mark.slow
-def test_vllm_samples_the_tokens_of_a_pretrained_model_on_a_gpu(with_gpu):
-    """Where the options name no engine. The embedded one is slow there, which is said where vLLM
-    cannot be taken."""
-    given = ["experiment=grpo_aws", "actor.path=owner/name"]
-    composed = compose_config(given)
-    assert composed.config.engine.name == "embedded"
-    (warning,) = composed.warnings
-    assert (
-        "copies all keys and values" in warning
-        and "which is not here (engine.vllm_executable=vllm)" in warning
-    )
-    (with_gpu / "vllm").touch(mode=0o755)
-    composed = compose_config([*given, "engine.gpu_memory_utilization=0.4"])
-    check_config(composed.config)
-    assert (composed.config.engine.name, composed.config.rpc.connect_timeout_s) == ("vllm", 600.0)
-    assert (
-        not composed.warnings
-        and compose_config([*given, "rpc.connect_timeout_s=30"]).config.rpc.connect_timeout_s == 30
-    )
-    assert build_experiment(composed).spec.models["actor"].engine.name == "vllm"
-    for own in ("engine.name=embedded", "engine.kv_cache_gib=2"):
-        composed = compose_config([*given, own])
-        assert composed.config.engine.name == "embedded" and not composed.warnings
-    assert compose_config(["experiment=grpo_aws"]).config.engine.name == "embedded", (
-        "the built-in policy is small"
-    )
-    composed = compose_config(
-        [*given, "actor.workers=[0,1]", "actor.backend=ddp", "actor.parallel.dp=2"]
-    )
-    assert (
-        composed.config.engine.name == "embedded"
-        and "in asynchronous experiments only" in composed.warnings[0]
-    )
-    streamed = build_experiment(
-        compose_config(["experiment=grpo_stream_http", "actor.path=owner/name"])
-    ).spec
-    assert streamed.models["actor"].engine.name == "embedded", "nothing is sampled"
-
-
-@pytest.mark.slow
-def test_without_a_gpu_the_embedded_engine_samples(with_gpu, monkeypatch):
-    monkeypatch.setattr(checks, "visible_gpus", lambda: ())
-    (with_gpu / "vllm").touch(mode=0o755)
-    composed = compose_config(["experiment=grpo_aws", "actor.path=owner/name"])
-    assert composed.config.engine.name == "embedded" and not composed.warnings
-
-
 def misfits(path, *targets, rank=8, backend="torch"):
     return list(
         adapter_problems(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.scheduler.gpus import VISIBLE, global_gpu_names, restrict_to_gpu, visible_gpus
+from realhf.scheduler.gpus import VISIBLE, global_gpu_names, restrict_to_gpus, visible_gpus
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,13 @@ def test_a_gpu_has_one_name_however_a_process_counts_it(tmp_path: Path) -> None:
 
 
 def test_a_number_means_one_of_the_inherited_list() -> None:
-    assert restrict_to_gpu(1, {"PATH": "p"}) == {"PATH": "p", VISIBLE: "1"}
-    assert restrict_to_gpu(1, {VISIBLE: "4,5"}) == {VISIBLE: "5"}
-    assert restrict_to_gpu(0, {VISIBLE: "GPU-8f1,GPU-9a2"}) == {VISIBLE: "GPU-8f1"}
+    assert restrict_to_gpus((1,), {"PATH": "p"}) == {"PATH": "p", VISIBLE: "1"}
+    assert restrict_to_gpus((1,), {VISIBLE: "4,5"}) == {VISIBLE: "5"}
+    assert restrict_to_gpus((2, 1), {VISIBLE: "4,5,7"}) == {VISIBLE: "7,5"}
+    assert restrict_to_gpus((2, 3), {}) == {VISIBLE: "2,3"}
+    assert restrict_to_gpus((0,), {VISIBLE: "GPU-8f1,GPU-9a2"}) == {VISIBLE: "GPU-8f1"}
     for text, count in (("4,5", 2), ("", 0)):
         with pytest.raises(
             ValueError, match=f"GPU 2: {VISIBLE}='{text}' shows this process {count} GPUs only"
         ):
-            restrict_to_gpu(2, {VISIBLE: text})
+            restrict_to_gpus((2,), {VISIBLE: text})

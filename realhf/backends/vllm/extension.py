@@ -58,6 +58,24 @@ class WeightExtension:
             return {"ok": False, "error": f"{type(error).__name__}: {error}", "touched": True}
         return {"ok": True, "version": int(version)}
 
+    def describe(self) -> dict[str, Any]:
+        """Return the versions, device, model runner and dtypes of this worker."""
+        import torch
+        import vllm
+
+        config = self.vllm_config  # pyright: ignore[reportAttributeAccessIssue]
+        model = config.model_config
+        return {
+            "vllm": vllm.__version__,  # pyright: ignore[reportAttributeAccessIssue]
+            "torch": torch.__version__,
+            "device": str(config.device_config.device_type),
+            "runner": "v2" if self.use_v2_model_runner else "v1",  # pyright: ignore[reportAttributeAccessIssue]
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "head_dtype": str(model.head_dtype).removeprefix("torch."),
+            "kv_cache_bytes": config.cache_config.kv_cache_memory_bytes,
+            "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+        }
+
     def place(self) -> dict[str, Any]:
         """Return ``{"uuid": UUID of this worker's GPU or None, "transfer": whether vLLM's transfer
         over CUDA IPC is configured}``."""

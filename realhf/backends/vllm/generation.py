@@ -228,6 +228,21 @@ class VllmGenerator:
         """The model that the server serves."""
         return self._model
 
+    def describe_server(self) -> dict[str, Any]:
+        """Return the server's versions, device, model runner and dtypes, as far as it reports
+        them."""
+        known = {"url": self._api.url, "model": self._model.root, "device": self._model.device}
+        if self._model.extension != EXTENSION:
+            return known
+        try:
+            answers = self._call(
+                self._api.on_workers("describe", {}, _CALL_TIMEOUT_S), _CALL_TIMEOUT_S
+            )
+        except (VllmError, TimeoutError) as error:
+            _log.warning("the server does not describe itself: %s", error)
+            return known
+        return {**known, **answers[0]} if answers else known
+
     def submit(
         self, request: GenRequest, config: GenConfig, stop_ids: Sequence[int], done: Done
     ) -> None:

@@ -27,6 +27,11 @@ _STOP_TIMEOUT_S = 20.0
 _OOM_PATTERN = re.compile(r"gpu.memory.utilization|out of memory|cache blocks", re.IGNORECASE)
 """Pattern of vLLM's last output after it ran out of memory. Some of these messages name an option
 of vLLM, so the error also names this package's option."""
+HEAD_OVERRIDE = '{"head_dtype": "float32"}'
+"""Override of the model's configuration with which vLLM computes logits in fp32, by bf16 products
+with fp32 sums on CUDA, so that the head's weights keep their dtype."""
+_NO_SHARE = 0.01
+"""Share of a GPU's memory that is certainly free."""
 _LOG_END_CHARS = 3000
 """Number of characters at the end of the log that are reported if the server fails."""
 
@@ -43,6 +48,12 @@ class VllmOptions:
     """Maximum length of a sequence; None: that of the model."""
     gpu_memory_utilization: float | None = None
     """Share of a GPU's memory; None: the default of vLLM."""
+    kv_cache_bytes: int | None = None
+    """Size of the KV cache on each GPU; None: what ``gpu_memory_utilization`` leaves. vLLM measures
+    that remainder while it starts, and takes what another process allocates meanwhile for its
+    own."""
+    runner: str = "auto"
+    """Model runner: v1, v2, or auto for vLLM's own choice."""
     tensor_parallel_size: int = 1
     """Number of devices that share the model."""
     cuda: bool = False
@@ -191,13 +202,21 @@ def _build_command(executable: str, model: str, port: int, options: VllmOptions)
         "--worker-extension-cls",
         EXTENSION,
     ]
+    # The trainer computes logits in fp32, and rounding them to bf16 moves log-probabilities.
+    if options.dtype != "float32":
+        command += ["--hf-overrides", HEAD_OVERRIDE]
     if options.cuda:
         command += ["--enable-prefix-caching", "--weight-transfer-config", '{"backend": "ipc"}']
     else:
         command += ["--no-enable-chunked-prefill", "--enforce-eager"]
     if options.max_model_len is not None:
         command += ["--max-model-len", str(options.max_model_len)]
-    if options.gpu_memory_utilization is not None:
+    if options.kv_cache_bytes is not None:
+        # vLLM does not start unless its share of the memory is free, although the share has no
+        # other effect with a KV cache of fixed size.
+        command += ["--kv-cache-memory-bytes", str(options.kv_cache_bytes)]
+        command += ["--gpu-memory-utilization", str(_NO_SHARE)]
+    elif options.gpu_memory_utilization is not None:
         command += ["--gpu-memory-utilization", str(options.gpu_memory_utilization)]
     if options.tensor_parallel_size > 1:
         command += ["--tensor-parallel-size", str(options.tensor_parallel_size)]
@@ -226,4 +245,6 @@ def _build_environment(options: VllmOptions, imports: Path) -> dict[str, str]:
     }
     if options.threads is not None:
         variables["OMP_NUM_THREADS"] = str(options.threads)
+    if options.runner != "auto":
+        variables["VLLM_USE_V2_MODEL_RUNNER"] = str(int(options.runner == "v2"))
     return {**os.environ, **variables}
