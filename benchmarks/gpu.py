@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.gpu_figures import Row, Shape, Timing, peak_of, table, timed, train_operations
+from harness.gpu_figures import Row, Shape, Timing, table, timed, train_operations
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -40,6 +40,7 @@ from realhf.api.config import GenConfig, OptimizerConfig
 from realhf.api.model import ForwardOutputs, GenRequest
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.continuous_batching import ContinuousGenerator
+from realhf.backends.training.device_use import peak_of
 from realhf.backends.training.selected_logprobs import selected_logprobs
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.base.tensor_digest import digest_tensors

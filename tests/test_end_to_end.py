@@ -43,7 +43,7 @@ SMALL = (
 TINY = (*WARM_START, *SMALL)
 MOVING = ("ppo.entropy_coef=0.05", "actor.optimizer.lr=0.01")
 """A policy that is as good as random earns nothing; the entropy makes it move all the same."""
-CLOCKED = ("time/", "host/", "throughput/tokens_per_second")
+CLOCKED = ("time/", "host/", "device/", "throughput/tokens_per_second")
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 Rows = list[dict[str, float]]

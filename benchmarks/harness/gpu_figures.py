@@ -9,16 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-PEAKS = {
-    "H200": 989e12, "H100 "
-                    "PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "A800": 312e12,
-    "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A40": 150e12, "A10": 125e12, "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}  # fmt: skip
-"""Peak rate of dense bf16 matrix products in operations per second, by a part of the device's name;
-the first match counts. From the vendors' data sheets, without sparsity and, for consumer cards,
-with fp32 accumulation."""
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -83,12 +73,6 @@ def train_operations(shape: Shape, lengths: Iterable[int], scored: int | None = 
     the forward pass. Recomputation that saves memory is not counted, so that a method cannot look
     better by computing more."""
     return 3.0 * forward_operations(shape, lengths, scored)
-
-
-def peak_of(device_name: str) -> float | None:
-    """Return a device's peak bf16 operations per second according to its data sheet; None for an
-    unknown device."""
-    return next((peak for part, peak in PEAKS.items() if part in device_name), None)
 
 
 @dataclass(frozen=True)

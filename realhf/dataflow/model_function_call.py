@@ -128,6 +128,7 @@ def merge_stats(
     - ``..._seconds``, ``..._s``: durations; the maximum over shards, the sum over calls;
     - ``..._tokens``, ``...rollouts``, ``n_...``, ``failed/...``, ``retried/...``, ``skipped``:
       counts, summed;
+    - ``..._bytes``: the maximum;
     - other numbers: means, weighted by samples or by the count that ``MEANS_OVER`` names;
     - lists are concatenated; of any other type the first value is kept.
     """
@@ -155,6 +156,8 @@ def _merge(name: str, weighted_values: Sequence[tuple[Any, int]], parallel: bool
         return [item for value in values for item in value]
     if not all(isinstance(value, (int, float)) for value in values):
         return values[0]
+    if name.endswith("_bytes"):
+        return max(values)
     if name.endswith(("_seconds", "_s")):
         return max(values) if parallel else sum(values)
     if (

@@ -255,14 +255,23 @@ class ModelHost:
             context = self._build_context(request, mfc.mb_spec)
             if mfc.interface_type in (InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP):
                 self._release_generation()
+            trains = mfc.interface_type is InterfaceType.TRAIN_STEP
+            use = getattr(model.engine, "device_use", None) if trains else None
+            if use is not None:
+                use.begin()
             span = self._tracer.span(_span_name(mfc), step=context.step)
             with self._join_group(request.role, request.group), span:
                 # Step k starts with weights of version k and produces version k + 1.
                 model.engine.version = context.step
                 result = getattr(interface, mfc.interface_type.value)(model, sample, context)
-            if mfc.interface_type is InterfaceType.TRAIN_STEP:
+            if trains:
                 model.engine.version = context.step + 1
             outputs, stats = _split_result(mfc, result)
+            if use is not None:
+                stats = {**stats, **use.stats(time.perf_counter() - fetched_at)}
+            take_update_s = getattr(model.engine, "take_weight_update_s", None)
+            if mfc.interface_type is InterfaceType.GENERATE and take_update_s is not None:
+                stats = {**stats, "weights_seconds": take_update_s()}
             meta = None
             if outputs is not None and (request.group is None or request.group.rank == 0):
                 meta = self._store_outputs(mfc, outputs, sample.ids, context.step)

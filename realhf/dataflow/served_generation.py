@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -52,6 +53,8 @@ class ServedGeneration:
         self._timeout_s = timeout_s
         self._context_limit = context_limit
         self._weight_digests = EngineWeightDigests(served)
+        self.weight_update_s = 0.0
+        """Seconds of the weight updates since ``ServedEngine.take_weight_update_s``."""
         self._probe = WeightProbe(served, list(probe), "recompute")
         self._self_test_passed = False
 
@@ -118,7 +121,9 @@ class ServedGeneration:
         version = self._trainer.version
         if self._served.version == version:
             return
+        started_at = time.perf_counter()
         digest = self._load(version)
+        self.weight_update_s += time.perf_counter() - started_at
         if not self._self_test_passed:
             self._run_self_test(version, digest)
             self._self_test_passed = True
@@ -182,6 +187,12 @@ class ServedEngine:
     def generator(self) -> ServedGeneration:
         """Return the engine that generates."""
         return self._generation
+
+    def take_weight_update_s(self) -> float:
+        """Return the seconds of the weight updates since the last call, with their digests."""
+        seconds = self._generation.weight_update_s
+        self._generation.weight_update_s = 0.0
+        return seconds
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

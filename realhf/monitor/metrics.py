@@ -543,6 +543,14 @@ TIME = Section(
             "an episode, 99th percentile (asynchronous)",
             ("rollout/episode_s_p99",),
         ),
+        _rollout_metric(
+            "time/weights",
+            "seconds",
+            "an update of the sampling engine's weights, with its digests: of an asynchronous run "
+            "the last one, from publishing to loading, while others sample; absent where the "
+            "trainer samples itself",
+            "weights_seconds",
+        ),
         Metric(
             "throughput/tokens",
             "tokens",
@@ -554,6 +562,48 @@ TIME = Section(
             "tokens/s",
             "those by the time of the step",
             ("tokens_per_second",),
+        ),
+        Metric(
+            "throughput/tokens_per_second_per_gpu",
+            "tokens/s",
+            "the same by the number of GPUs on which the run's workers compute; absent without "
+            "GPUs and where other hosts assign them",
+            ("tokens_per_second_per_gpu",),
+        ),
+    ),
+)
+DEVICES = Section(
+    "Devices",
+    "Of a train call, on each worker's device: a GPU, or the cores of the worker.",
+    (
+        Metric(
+            "device/<call>/tokens_per_second",
+            "tokens/s",
+            "tokens of the sequences that a worker trained, each pass counted, by the time of the "
+            "call; mean over workers",
+            ("<call>/device_rate",),
+        ),
+        Metric(
+            "device/<call>/utilisation",
+            "fraction",
+            "model FLOPs utilisation: operations of forward and backward passes over every "
+            "sequence on its own, without recomputation, by the time of the call and the bf16 peak "
+            "of the data sheet; of bf16 models on GPUs whose data sheet is known "
+            "(`realhf/backends/training/device_use.py`), and not of mixtures of experts",
+            ("<call>/device_utilisation",),
+        ),
+        Metric(
+            "device/<call>/peak_bytes",
+            "bytes",
+            "most memory that tensors had in the call, of the worker with the most; on a CPU the "
+            "largest resident memory of the worker so far",
+            ("<call>/device_peak_bytes",),
+        ),
+        Metric(
+            "device/<call>/reserved_bytes",
+            "bytes",
+            "most memory that torch held on the GPU in the call, of the worker with the most",
+            ("<call>/device_reserved_bytes",),
         ),
     ),
 )
@@ -707,6 +757,7 @@ SECTIONS = (
     BATCH,
     CRITIC,
     TIME,
+    DEVICES,
     HOSTS,
     ASYNCHRONOUS,
     EVALUATIONS,
@@ -738,7 +789,7 @@ def public_names(
         call, slash, own = name.partition("/")
         known = public_name(f"{aliases[call]}/{own}" if slash and call in aliases else name)
         # Names of the parts of a call's time contain the name of the call itself.
-        if known is None or known.startswith("time/part/"):
+        if known is None or known.startswith(("time/part/", "device/")):
             known = public_name(name)
         public.setdefault(known or name, value)
     if REWARD not in public and TRAINED_REWARD in public:

@@ -19,11 +19,11 @@ from benchmarks.harness.gpu_figures import (
     Shape,
     Timing,
     forward_operations,
-    peak_of,
     table,
     timed,
     train_operations,
 )
+from realhf.backends.training.device_use import peak_of
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

@@ -31,6 +31,7 @@ from realhf.backends.embedded.memory import (
 )
 from realhf.backends.embedded.weight_copy import collect_weights
 from realhf.backends.training.checkpoint import is_checkpoint, load_state, save_state
+from realhf.backends.training.device_use import DeviceUse
 from realhf.backends.training.lora import ADAPTER, BaseEngine, LoraAdapters
 from realhf.backends.training.micro_batches import (
     MicroBatch,
@@ -186,6 +187,8 @@ class TorchEngine:
             self._build_generator(generating_model, ready=self._merged_model) if generates else None
         )
         self._threads = unmanaged_threads()
+        self.device_use = DeviceUse(model) if optimizer is not None else None
+        """What the train calls use of this worker's device; None for a frozen model."""
 
     @property
     def ranks(self) -> Ranks:
@@ -289,6 +292,8 @@ class TorchEngine:
         if not 0 < normaliser < math.inf:
             raise ValueError(f"train_batch: the normaliser must be positive, got {normaliser}")
         optimizer.zero_grad()
+        if self.device_use is not None:
+            self.device_use.count(sample.lengths("packed_input_ids").values.tolist())
         stats, backward, kept = self._compute_gradients(
             sample, loss_fn, mb_spec, normaliser, optimizer
         )

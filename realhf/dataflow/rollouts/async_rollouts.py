@@ -539,6 +539,11 @@ class AsyncRollouts(StepSource):
             self._totals[name] += value
         compute_s = sum(times["compute_s"] for times in report.times.values())
         tokens = metrics["tokens"]
+        update_ms = [
+            value for name, value in self._weights.metrics.items() if name.startswith("weight_")
+        ]
+        if update_ms:
+            metrics["weights_seconds"] = sum(update_ms) / 1000
         return {
             **{f"rollout/{name}": value for name, value in metrics.items()},
             **failures,
