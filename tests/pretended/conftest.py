@@ -50,18 +50,21 @@ def model_on(gpu: PretendedDevice) -> Callable[..., Any]:
 
 @pytest.fixture
 def engine_on(gpu: PretendedDevice, model_on: Callable[..., Any]) -> Build:
-    """engine_on(architecture, dtype, **options): its engine, whose micro-batches are watched."""
+    """engine_on(architecture, dtype, **options): its engine. With ``watched``, its micro-batches
+    are counted, by a hook with which it does not generate as fast as it can."""
 
     def build(
         architecture: str = "qwen3",
         dtype: torch.dtype = torch.bfloat16,
         optimizer: OptimizerConfig | None = CLIPPED,
+        watched: bool = True,
         **options: Any,
     ) -> TorchEngine:
         model = model_on(architecture, dtype)
         engine = TorchEngine(model, None, optimizer=optimizer, total_train_steps=10, **options)
         supports_bf16_products(engine.model.device)  # which the first step of a process finds out
-        gpu.watch(model)
+        if watched:
+            gpu.watch(model)
         return engine
 
     return build

@@ -94,6 +94,8 @@ class PretendedDevice:
         self.micro_batches: list[Counter[str]] = []
         self._limits = StepLimits()
         self._sizes: dict[int, int] = {}
+        self._addresses: dict[int, int] = {}
+        self._next_address = _BLOCK_BYTES
         self._unknown: set[int] = set()
         self._lock = threading.RLock()
         self._handlers: dict[Any, Callable[..., Any]] = {
@@ -159,14 +161,23 @@ class PretendedDevice:
             if key not in self._sizes:
                 size = -(-storage.nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
                 self._sizes[key] = size
+                self._addresses[key] = self._next_address
+                self._next_address += max(size, _BLOCK_BYTES)
                 self.live_bytes += size
                 self.peak_bytes = max(self.peak_bytes, self.live_bytes)
                 weakref.finalize(storage, self._free, key)
         return PretendedTensor(plain, self, known)
 
+    def address(self, tensor: PretendedTensor) -> int:
+        """Return a number for the beginning of a tensor, as ``Tensor.data_ptr`` does: tensors
+        overlap only if they share a storage."""
+        start = self._addresses[tensor.untyped_storage()._cdata]
+        return start + tensor.storage_offset() * tensor.element_size()
+
     def _free(self, key: int) -> None:
         with self._lock:
             self.live_bytes -= self._sizes.pop(key, 0)
+            self._addresses.pop(key, None)
             self._unknown.discard(key)
 
     # ---- operations
@@ -270,7 +281,7 @@ class PretendedDevice:
         factors = tensors[:2] if schema.is_attention else tensors[-2:]
         if all(factor.dtype != torch.float32 for factor in factors):
             return
-        if not schema.is_attention and 1 in (factors[0].shape[-1], factors[1].shape[-1]):
+        if not schema.is_attention and 1 in (*factors[0].shape[-2:], *factors[1].shape[-2:]):
             return  # an outer product or a product with a vector: as many reads as operations
         line = calling_line()
         self.fp32_products[line] += 1

@@ -91,6 +91,7 @@ def _list_replacements(device: PretendedDevice) -> list[tuple[Any, str, Callable
     """Return what is replaced while a device is pretended: (owner, name, replacement)."""
     attend = functional.scaled_dot_product_attention
     run_thread = threading.Thread.run
+    as_tensor = torch.as_tensor
     fits = torch._has_compatible_shallow_copy_type  # pyright: ignore[reportPrivateImportUsage]
     total = device.properties.total_memory
     nothing = lambda *_: None
@@ -98,6 +99,12 @@ def _list_replacements(device: PretendedDevice) -> list[tuple[Any, str, Callable
     def attend_anywhere(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         chosen = _attend if isinstance(query, PretendedTensor) else attend
         return chosen(query, *args, **kwargs)
+
+    def convert(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        on_device = device is not None and torch.device(device).type == "cuda"
+        if not on_device:
+            return as_tensor(data, *args, device=device, **kwargs)
+        return as_tensor(data, *args, **kwargs).to(device)
 
     def run_in_mode(thread: threading.Thread) -> None:
         with _Interception(device):
@@ -121,6 +128,7 @@ def _list_replacements(device: PretendedDevice) -> list[tuple[Any, str, Callable
         (torch.cuda, "memory_reserved", lambda *_: device.live_bytes),
         (torch.cuda, "memory_allocated", lambda *_: device.live_bytes),
         (torch, "_has_compatible_shallow_copy_type", fits_anywhere),
+        (torch, "as_tensor", convert),
         (functional, "scaled_dot_product_attention", attend_anywhere),
         (threading.Thread, "run", run_in_mode),
     ]

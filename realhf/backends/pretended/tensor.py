@@ -20,6 +20,10 @@ class Runner(Protocol):
         """Run an operation of torch with at least one pretended argument or result."""
         ...
 
+    def address(self, tensor: PretendedTensor) -> int:
+        """Return the address of a tensor's first element."""
+        ...
+
 
 class PretendedTensor(Tensor):
     """Tensor of a pretended GPU.
@@ -82,9 +86,8 @@ class PretendedTensor(Tensor):
         return 0
 
     def data_ptr(self) -> int:
-        """Return a number that tensors have in common only if they begin at the same place of one
-        storage."""
-        return self.untyped_storage()._cdata + self.storage_offset() * self.element_size()
+        """Return the address of the first element, which nothing can read."""
+        return self.runner.address(self)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """See ``torch.Tensor.to``. What is there already in this dtype is not copied."""

@@ -1,0 +1,97 @@
+"""Generation, published weights and checkpoints on a pretended GPU."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realhf.algorithms.sft import SFTInterface
+from realhf.api.config import GenConfig, LoraConfig
+from realhf.api.model import CallContext, GenOutput, GenRequest, Model
+from realhf.backends.embedded.continuous_batching import ContinuousGenerator
+from realhf.backends.pretended.device import PretendedDevice, StepLimits
+from realhf.backends.pretended.tensor import CUDA
+from tests.pretended.conftest import Build, rollouts
+
+pytestmark = pytest.mark.slow
+PROMPTS = [[5, 6, 7] * 20, [8, 9, 8], [9, 10, 11, 12] * 5]
+GEN = GenConfig(max_new_tokens=6, top_p=0.9, top_k=40)
+DEADLINE_S = 120.0
+WAITS = 2
+"""Waits for the GPU per token: the tokens and their log-probabilities are copied to the host."""
+
+
+def requests() -> list[GenRequest]:
+    return [GenRequest(slot, prompt, seed=slot) for slot, prompt in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gpt2"])
+def test_the_embedded_engine_waits_twice_a_token(
+    gpu: PretendedDevice, engine_on: Build, architecture: str
+) -> None:
+    engine = engine_on(architecture, watched=False)
+    engine.generator().generate(requests(), GEN, stop_ids=(), seed=0)
+    before = gpu.syncs.total()
+    with gpu.limit(StepLimits(fp32_products=False)):
+        outputs = engine.generator().generate(requests(), GEN, stop_ids=(), seed=0)
+    assert gpu.syncs.total() - before == WAITS * GEN.max_new_tokens, gpu.syncs
+    assert [len(output.token_ids) for output in outputs] == [GEN.max_new_tokens] * len(PROMPTS)
+
+
+def test_merged_adapters_generate(gpu: PretendedDevice, engine_on: Build) -> None:
+    engine = engine_on(lora=LoraConfig(4, 8.0), watched=False)
+    outputs = engine.generator().generate(requests(), GEN, stop_ids=(), seed=0)
+    assert all(output.token_ids for output in outputs)
+
+
+def streamed(engine: ContinuousGenerator) -> list[GenOutput]:
+    over: queue.Queue[Any] = queue.Queue()
+    for request in requests():
+        engine.submit(request, GEN, (), over.put)
+    outputs = [over.get(timeout=DEADLINE_S) for _ in PROMPTS]
+    assert all(isinstance(output, GenOutput) for output in outputs), outputs
+    return outputs
+
+
+def test_the_streaming_engine_takes_published_weights(
+    gpu: PretendedDevice, model_on: Callable[..., Any], engine_on: Build, context: CallContext
+) -> None:
+    engine = engine_on()
+    with closing(ContinuousGenerator(model_on())) as stream:
+        streamed(stream)
+        SFTInterface().train_step(Model("actor", engine, None), rollouts(), context)
+        engine.version = 1
+        published = {name: tensor.cpu() for name, tensor in engine.weights().items()}
+        uploads = gpu.uploads.total()
+        stream.load_weights(1, published)
+        assert gpu.uploads.total() - uploads == len(published)
+        assert {version for output in streamed(stream) for version in output.versions} == {1}
+        held = stream.weight_digests([*published])
+    assert held.keys() == published.keys()
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(4, 8.0)], ids=["full", "adapters"])
+def test_a_checkpoint_goes_on(
+    gpu: PretendedDevice,
+    engine_on: Build,
+    context: CallContext,
+    tmp_path: Path,
+    lora: LoraConfig | None,
+) -> None:
+    engine = engine_on(lora=lora)
+    train = SFTInterface()
+    train.train_step(Model("actor", engine, None), rollouts(), context)
+    engine.version = 1
+    engine.save_checkpoint(tmp_path / "state")
+    engine.export_hf(tmp_path / "policy")
+    other = engine_on(lora=lora)
+    other.load_checkpoint(tmp_path / "state")
+    assert other.version == 1
+    assert all(tensor.device == CUDA for tensor in other.weights().values())
+    with gpu.limit(StepLimits(fp32_products=lora is not None)):
+        assert train.train_step(Model("actor", other, None), rollouts(), context)["lr"] > 0
