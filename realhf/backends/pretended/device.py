@@ -172,7 +172,7 @@ class PretendedDevice:
         """Return a number for the beginning of a tensor, as ``Tensor.data_ptr`` does: tensors
         overlap only if they share a storage."""
         start = self._addresses[tensor.untyped_storage()._cdata]
-        return start + tensor.storage_offset() * tensor.element_size()
+        return start + int(tensor.storage_offset()) * tensor.element_size()
 
     def _free(self, key: int) -> None:
         with self._lock:
