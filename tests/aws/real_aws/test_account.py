@@ -191,7 +191,11 @@ def test_the_child_sends_only_what_was_permitted(
     """A second layer, should the policy ever be wrong about what a command asks for."""
     fake_cloud.state.call("s3", "CreateBucket", {"Bucket": "kept"})
     past = executor()._execute(
-        Verdict(("s3api", "delete-bucket", "--bucket", "kept"), "s3api", "list-buckets")
+        Verdict(
+            ("s3api", "delete-bucket", "--bucket", "kept"),
+            service="s3api",
+            operation="list-buckets",
+        )
     )
     assert not past.success and not past.requests and "not what was permitted" in past.stderr
     assert fake_cloud.state.call("s3", "ListBuckets")["Buckets"]
@@ -210,10 +214,15 @@ def test_the_child_sends_only_what_was_permitted(
             value,
         )
         assert (
-            executor()._execute(Verdict(words, "ssm", "put-parameter")).requests[0].params["Value"]
+            executor()
+            ._execute(Verdict(words, service="ssm", operation="put-parameter"))
+            .requests[0]
+            .params["Value"]
             == value
         )
-    elsewhere = Verdict(("s3", "ls", "--endpoint-url", f"http://127.0.0.1:{port}"), "s3", "ls")
+    elsewhere = Verdict(
+        ("s3", "ls", "--endpoint-url", f"http://127.0.0.1:{port}"), service="s3", operation="ls"
+    )
     assert "kept" in executor()._execute(elsewhere).stdout, "the endpoint stays what it was"
 
 
@@ -260,7 +269,7 @@ def test_there_is_no_chaos_and_no_secret_in_checks(fake_cloud: Slot, tmp_path: P
     assert episode._chaos is None
     with pytest.raises(TaskError, match="not disturbed"):
         episode.reset(_task(), chaos=True)
-    with pytest.raises(StateCallError, match="no default read"):
+    with pytest.raises(StateCallError, match="not one of the default reads"):
         RealState(botocore.session.Session()).call(
             "secretsmanager", "GetSecretValue", {"SecretId": "s"}
         )

@@ -165,7 +165,7 @@ def _real_account(fake_account: Slot) -> Iterator[Tried]:
                 "list-buckets",
             ),
         ):
-            result = shell._execute(Verdict(words, words[0], operation))
+            result = shell._execute(Verdict(words, service=words[0], operation=operation))
             effects = _effects(
                 fake_account, canary, f"{result.stdout}{result.stderr}{result.requests}"
             )

@@ -29,7 +29,7 @@ from tests.process_family import family, gone
 pytestmark = pytest.mark.sim
 POOL = 2
 OBSERVATION_KEYS = {
-    "episode_id", "step_count", "command_success", "command_output", "error", "task", "task_achieved",
+    "account_key", "episode_id", "step_count", "command_success", "command_output", "error", "task", "task_achieved",
     "partial_progress", "hints_used", "hint_text", "truncated", "refusal", "steps_left",
 }  # fmt: skip
 
