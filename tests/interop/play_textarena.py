@@ -7,12 +7,16 @@ import asyncio
 import json
 import random
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import textarena as ta
 from textarena.envs.GuessTheNumber.env import GuessTheNumberEnv
 from textarena.envs.registration import ENV_REGISTRY
+from textarena.envs.TicTacToe.env import TicTacToeEnv
 
-from realhf.api.environment import AssistantMessage, EnvironmentSpec
+from realhf.api.environment import AssistantMessage, EnvironmentFailure, EnvironmentSpec
 from realhf.env.adapters.textarena import Game
 from realhf.env.loader.load import build_environment
 
@@ -45,10 +49,47 @@ async def play(spec: EnvironmentSpec, seed: int, mover: int, text: str = "") -> 
 
 
 class Failing(GuessTheNumberEnv):
-    """A game that cannot take a text."""
+    """A game that can take no text."""
 
     def step(self, action: str) -> tuple[bool, dict[str, Any]]:
         raise ZeroDivisionError(action)
+
+
+class FailingOnSome(GuessTheNumberEnv):
+    """A game that can take no text of some."""
+
+    def step(self, action: str) -> tuple[bool, dict[str, Any]]:
+        if "crash" in action:
+            raise ZeroDivisionError(action)
+        return super().step(action)
+
+
+class FailingOnCell(TicTacToeEnv):
+    """A game with a bug in one of the moves that it lists."""
+
+    def step(self, action: str) -> tuple[bool, dict[str, Any]]:
+        if "crash" in action or "[4]" in action:
+            raise ZeroDivisionError(action)
+        return super().step(action)
+
+
+def blame(make: Callable[[], Any], seats: int, moves: list[str], text: str) -> list[Any] | str:
+    """Return what a text that a game fails on pays, or as what it fails."""
+    game = Game(make, seats, moves, 400, 0)
+    game.read()
+    try:
+        turn = game.play(text)
+    except EnvironmentFailure as error:
+        return error.kind
+    return [turn.done, turn.reward, turn.metrics["invalid_move"]]
+
+
+def strand() -> list[Any]:
+    """Return what a game pays in which the opponent has no legal move."""
+    game = Game(partial(ta.make, "ConnectFour-v0-raw"), 2, [f"[col {n}]" for n in range(7)], 400, 0)
+    game._moves = ["[col 99]"]
+    turn = game.play("[col 3]")
+    return [turn.done, turn.reward, turn.metrics["success"]]
 
 
 async def main() -> None:
@@ -85,9 +126,20 @@ async def main() -> None:
             problems.append(str(error))
     bounded = max(len(each) for each in (await play(short, 1, 1))["said"])
     turns = max([len((await play(few, seed, seed))["said"]) for seed in range(8)])
-    failed = Game(Failing, 1, [], 100, 0).play("[3]")
-    fails = [failed.done, failed.reward, failed.metrics["invalid_move"]]
-    results = {"fails": fails, "served": served, "refused": refused, "problems": problems}
+    fails = {
+        "all": blame(Failing, 1, [], "[3]"),
+        "some": blame(FailingOnSome, 1, [], "crash"),
+        "listed": blame(FailingOnCell, 2, [], "[4]"),
+        "besides": blame(FailingOnCell, 2, [], "crash"),
+        "with a move": blame(FailingOnCell, 2, [], "[8] crash"),
+    }
+    results = {
+        "fails": fails,
+        "stranded": strand(),
+        "served": served,
+        "refused": refused,
+        "problems": problems,
+    }
     print(json.dumps({**results, "bounded": bounded, "turns": turns}))
 
 

@@ -74,7 +74,14 @@ def test_an_invalid_move_is_answered_and_then_lost(results: dict[str, Any], kind
 
 
 def test_a_text_on_which_the_game_fails_has_lost(results: dict[str, Any]) -> None:
-    assert results["fails"] == [True, 0.0, 1.0]
+    """Unless the game fails on its own legal moves, too: then there is no reward."""
+    fails = results["fails"]
+    assert fails["some"] == fails["besides"] == fails["with a move"] == [True, 0.0, 1.0]
+    assert fails["all"] == fails["listed"] == "internal"
+
+
+def test_an_opponent_without_a_legal_move_has_drawn(results: dict[str, Any]) -> None:
+    assert results["stranded"] == [True, 0.5, 0.0]
 
 
 def test_games_that_cannot_be_played_are_refused_in_one_line(results: dict[str, Any]) -> None:
