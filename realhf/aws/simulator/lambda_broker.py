@@ -55,7 +55,8 @@ def sandbox_command(program: Path) -> list[str]:
     words += ["--setenv", "LD_LIBRARY_PATH", f"{_PYTHON}/lib", "--setenv", "LANG", "C.UTF-8"]
     for path in _LIBRARIES:
         words += ["--ro-bind-try", path, path]
-    words += ["--ro-bind", sys.base_prefix, _PYTHON, "--size", str(_TMP_BYTES), "--tmpfs", "/tmp"]
+    words += ["--ro-bind", sys.base_prefix, _PYTHON]
+    words += sandbox.mount_memory(program, _TMP_BYTES, "/tmp")
     words += hidden_package(
         sandbox.package_folder(), {**{path: path for path in _LIBRARIES}, sys.base_prefix: _PYTHON}
     )

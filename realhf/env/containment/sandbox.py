@@ -12,6 +12,8 @@ namespaces; ``find_bubblewrap`` tests it by running a program in it.
 from __future__ import annotations
 
 import ctypes
+import functools
+import logging
 import os
 import resource
 import shutil
@@ -387,7 +389,9 @@ _SYSTEM = (
 )
 """Paths of the host that programs need to start, mounted read-only if they exist."""
 _TEMPORARY_BYTES = 64 << 20
-"""Size of each of the folders /tmp and /dev/shm in bubblewrap, which lie in memory."""
+"""Size of each of the folders /tmp and /dev/shm in bubblewrap, which lie in memory; see
+``mount_memory``."""
+_LOG = logging.getLogger(__name__)
 _PROBE_TIMEOUT_S = 20.0
 """Timeout in seconds for a test run of Python in bubblewrap."""
 _NAMESPACES = (
@@ -456,9 +460,9 @@ def sandbox_command(
         *(root for root in package_roots() if os.path.isdir(root)),
     }
     words = [str(program), *_NAMESPACES, *([] if network else ["--unshare-net"])]
-    bounded = ["--size", str(_TEMPORARY_BYTES), "--tmpfs"]
-    words += ["--dev", "/dev", *bounded, "/dev/shm", "--remount-ro", "/dev"]
-    words += ["--proc", "/proc", *bounded, "/tmp"]
+    words += ["--dev", "/dev", *mount_memory(program, _TEMPORARY_BYTES, "/dev/shm")]
+    words += ["--remount-ro", "/dev", "--proc", "/proc"]
+    words += mount_memory(program, _TEMPORARY_BYTES, "/tmp")
     for path in (*_SYSTEM, *(_NETWORK_FILES if network else ())):
         words += ["--ro-bind-try", path, path]
     for path in sorted(python):  # in this order a folder precedes the folders inside it
@@ -471,6 +475,37 @@ def sandbox_command(
     for path in private:
         words += ["--tmpfs", str(path)]
     return [*words, "--remount-ro", "/", "--chdir", str(start)]
+
+
+def mount_memory(program: Path, size: int, folder: str) -> list[str]:
+    """Return the options that mount an empty folder in memory, of at most ``size`` bytes if this
+    bubblewrap can limit it."""
+    limit = ["--size", str(size)] if _limits_memory(program) else []
+    return [*limit, "--tmpfs", folder]
+
+
+@functools.cache
+def _limits_memory(program: Path) -> bool:
+    """Return whether bubblewrap knows ``--size``: not before 0.7, nor where it is setuid. It says so
+    while it reads its options."""
+    try:
+        result = subprocess.run(
+            [program, "--size", "4096", "--help"],
+            env={},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_PROBE_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return True
+    if b"--size" not in result.stderr:
+        return True
+    _LOG.warning(
+        "%s refuses --size (it is older than 0.7, or setuid): the sandbox is kept, but what programs "
+        "write to its /tmp and /dev/shm is not limited",
+        program,
+    )
+    return False
 
 
 def hide_folder(folder: str) -> list[str]:

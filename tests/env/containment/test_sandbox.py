@@ -326,3 +326,23 @@ def test_the_folder_of_a_killed_owner_is_removed_and_no_other(
         for owner in owners:
             owner.kill()
             owner.communicate()
+
+
+@pytest.mark.parametrize("knows_size", [False, True])
+def test_a_bubblewrap_that_cannot_limit_memory_still_contains(
+    knows_size: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Bubblewrap is played by a shell script, which refuses options as the real one does."""
+    refusal = 'for word; do [ "$word" = --size ] && echo "bwrap: Unknown option $word" >&2 && exit 1; done\n'
+    program = tmp_path / "bwrap"
+    program.write_text("#!/bin/sh\n" + ("" if knows_size else refusal) + "exit 0\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sandbox, "PROGRAM_PATH", str(tmp_path))
+    assert sandbox.find_bubblewrap() == program
+    words = sandbox.sandbox_command(program)
+    assert ("--size" in words) == knows_size
+    assert words[words.index("/tmp") - 1] == words[words.index("/dev/shm") - 1] == "--tmpfs"
+    assert caplog.text.count("refuses --size") == (not knows_size)
