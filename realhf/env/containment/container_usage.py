@@ -72,7 +72,12 @@ class Accountant:
                 maps = file.read(_MAX_MAPS)
             descriptors = len(os.listdir(f"{folder}/fd"))
         except PermissionError:
-            return Usage(counters if may_start and _is_forked(folder) else UNKNOWN, 0)
+            if not may_start:
+                return Usage(UNKNOWN, 0)
+            if _is_forked(folder):
+                return Usage(counters, 0)
+            # It has become its program since it was refused, so now its maps can be read.
+            return self._measure(pid, shared, may_start=False)
         if len(maps) == _MAX_MAPS:
             return Usage(UNKNOWN, descriptors)
         found = {
