@@ -624,6 +624,8 @@ FAILING_TASK_FRACTION = 0.5
 """A task counts as failing if at least this fraction of its rollouts has failed ..."""
 MIN_TASK_ATTEMPTS = 6
 """... and it had at least this number of rollouts."""
+MAX_FAILED_VERIFIERS = 0.05
+"""A warning is given if the fraction of episodes whose verifier gave no reward is above this."""
 MAX_TASKS = 5
 """Maximum number of tasks to name in a message."""
 IDLE_OCCUPANCY = 0.3
@@ -908,6 +910,17 @@ RULES: tuple[Rule, ...] = (
     ),
     check_failure_rate,
     check_failing_tasks,
+    _condition_rule(
+        "verifier_failing",
+        WARNING,
+        is_above("environment/verifier_failed", MAX_FAILED_VERIFIERS),
+        f"The verifier has given no reward in more than {MAX_FAILED_VERIFIERS:.0%} of the episodes since step "
+        "{since} (now {share:.0%}); they are paid 0.",
+        "Read why in these rollouts: either the policy breaks the verifier, or the tasks or the "
+        "host do, and then the rewards mislead.",
+        {"outcome": "unsolved"},
+        share="environment/verifier_failed",
+    ),
     _condition_rule(
         "trainer_starved",
         WARNING,

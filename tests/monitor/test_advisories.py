@@ -159,6 +159,7 @@ ILL: dict[str, tuple[int, dict[str, Course], dict[str, Any]]] = {
         {"training__occupancy": after(11, 0.1, 0.7), "generation__occupancy": lambda _: 0.95},
         {},
     ),
+    "verifier_failing": (12, {"environment__verifier_failed": after(12, 0.1, 0.01)}, {}),
     "generation_starved": (11, {"generation__occupancy": after(11, 0.1, 0.8)}, {}),
     "buffer_full": (
         15,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -66,7 +67,8 @@ class Verdict:
 
 def longest_call_s(task: HarborTask, limits: Limits) -> float:
     """Return the seconds that the longest call for a task, building it or a message with its
-    verifier, takes at most on a host that is not overloaded."""
+    verifier, takes at most on a host that is not overloaded. A second run of the verifier shares
+    the time of the first one."""
     build_s = task.build_timeout_s if task.build.runs else 0.0
     commands_s = min(limits.command_timeout_s, task.agent_timeout_s)
     return _SETUP_S + max(build_s + GRACE_S, commands_s + task.verifier_timeout_s + 2 * GRACE_S)
@@ -77,7 +79,7 @@ class HarborEpisode:
 
     ``EnvironmentFailure`` is raised only for what the agent cannot have done, so that the episode
     has no reward. All else is graded: a command after which the container's stage is gone is one
-    that was ended, and a verifier that gives no reward after a command of the agent gives 0.
+    that was ended, and a verifier that gives no reward after a command of the agent, twice, gives 0.
     """
 
     def __init__(self, task: HarborTask, limits: Limits) -> None:
@@ -165,28 +167,44 @@ class HarborEpisode:
         return result.output[-_LOG_BYTES:]
 
     def verify(self) -> Verdict:
-        """End the processes of the agent, run the verifier, and return its verdict."""
-        container = self._container
+        """End the processes of the agent, run the verifier, and return its verdict.
+
+        A verifier that gives no reward runs once more on the same files, since the host may have
+        kept it from its work. Both runs share its time, so no call takes longer; there is thus no
+        second one after a run that has used up the time, which an agent could double at will.
+        """
         try:
-            container.end()
-            container.begin(verifying=True)
-            container.copy_in(self.task.tests, "/tests")
+            self._begin_verifier()
         except (ContainerError, OSError) as error:
             raise self._failure(f"the verifier could not begin: {error}") from None
+        began = process_clock.now()
+        limit_s = self.task.verifier_timeout_s
         try:
-            return Verdict(self._find_rewards())
+            return Verdict(self._find_rewards(limit_s))
         except (InvalidReward, StageEnded, UnreadableFile) as error:
-            # What the agent left behind may have kept the verifier from its work.
-            if self._has_acted:
-                return Verdict({"reward": 0.0}, str(error))
-            raise self._failure(str(error)) from None
+            if not self._has_acted:
+                raise self._failure(str(error)) from None
+            problem = str(error)
         except ContainerError as error:
             raise self._lost(error) from None
+        left_s = limit_s - (process_clock.now() - began)
+        if left_s > 0:
+            # What the agent left behind may have kept the verifier from its work.
+            with suppress(InvalidReward, ContainerError, OSError):
+                self._begin_verifier()
+                return Verdict(self._find_rewards(left_s))
+        return Verdict({"reward": 0.0}, problem)
 
-    def _find_rewards(self) -> Mapping[str, float]:
+    def _begin_verifier(self) -> None:
+        """Begin the verifier's stage. Raises ContainerError and OSError."""
+        self._container.end()
+        self._container.begin(verifying=True)
+        self._container.copy_in(self.task.tests, "/tests")
+
+    def _find_rewards(self, limit_s: float) -> Mapping[str, float]:
         """Run the verifier, end all that it has started, and return the rewards that it wrote."""
         container = self._container
-        result = self._run(_VERIFY, self.task.verifier_timeout_s, self.task.verifier_variables)
+        result = self._run(_VERIFY, limit_s, self.task.verifier_variables)
         if result.code is None:
             raise InvalidReward(f"the verifier was ended: {result.ended}")
         container.clear()

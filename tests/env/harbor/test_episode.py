@@ -68,6 +68,16 @@ def test_a_verifier_without_a_reward_fails_the_agent_if_there_was_one(
     assert failure.value.kind == "internal"
 
 
+def test_a_verifier_without_a_reward_runs_once_more(write_task: WriteTask, play: Play) -> None:
+    """The file of the agent is still there, and the first run's reward is not."""
+    first = (
+        "[ -e /app/tried ] || { touch /app/tried; echo bad > /logs/verifier/reward.txt; exit 1; }\n"
+    )
+    second = "[ -e /logs/verifier/reward.txt ] || cat /app/answer > /logs/verifier/reward.txt\n"
+    turn = play(write_task(test=first + second), "echo 0.75 > answer")[-1]
+    assert (turn.reward, turn.metrics["verifier_failed"]) == (0.75, 0.0)
+
+
 @pytest.mark.nightly
 def test_a_slow_verifier_is_a_failure(write_task: WriteTask, play: Play) -> None:
     folder = write_task(toml="[verifier]\ntimeout_sec = 0.3\n", test="sleep 30")
