@@ -26,6 +26,8 @@ which policy weights sampled it.
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -82,6 +84,9 @@ from realhf.base.installation import install_command
 from realhf.base.plugin import absolute_reference
 from realhf.env.loader.load import chosen_environment, with_environment
 
+_log = logging.getLogger(__name__)
+MESSAGE_TIMEOUT_S = 60.0
+"""Default timeout in seconds of a message to an environment whose own limits do not exceed it."""
 SESSIONS = 32
 """Default number of concurrent episodes if neither the configuration nor the environment limits
 it."""
@@ -688,7 +693,7 @@ def rollout_options(config: sft.Config, group_size: int) -> RolloutOptions:
         max_turns=rollout.max_turns,
         max_total_tokens=rollout.max_total_tokens,
         min_group_size=rollout.min_group_size,
-        message_timeout_s=rollout.message_timeout_s,
+        message_timeout_s=_find_message_timeout(rollout.message_timeout_s, environment.spec),
         on_failure=rollout.on_failure,
         retries=rollout.retries,
         keep_reasoning=rollout.keep_reasoning,
@@ -701,7 +706,7 @@ def rollout_options(config: sft.Config, group_size: int) -> RolloutOptions:
 def check_limits(config: sft.Config, spec: EnvironmentSpec) -> None:
     """Raise ConfigError if the limit of turns would end an environment's episodes before it scores
     them, if a limit of an environment of a mixture is higher than the run's, or if an environment
-    may take longer for an answer than the run waits."""
+    may take longer for an answer than ``rollout.message_timeout_s`` says."""
     rollout = config.rollout
     bounds = {"max_turns": "rollout", "max_total_tokens": "rollout", "max_new_tokens": "gen"}
     for name, part in (spec.parts or {"": EnvironmentPart(spec, 1.0)}).items():
@@ -723,12 +728,35 @@ def check_limits(config: sft.Config, spec: EnvironmentSpec) -> None:
                 f"ended and scored them, which takes up to {environment_turns} turns "
                 f"({own}.max_turns): raise the one or lower the other"
             )
-        if (longest_s := part.spec.longest_call_s) > rollout.message_timeout_s:
+        if (longest_s := part.spec.longest_call_s) > rollout.message_timeout_s > 0:
             raise ConfigError(
                 f"rollout.message_timeout_s={rollout.message_timeout_s:g}: {part.spec.name} may "
                 f"take {longest_s:g} s for an answer by the time limits of its tasks: set it to "
                 f"{math.ceil(longest_s)} or more, or lower those"
             )
+
+
+def _find_message_timeout(seconds: float, spec: EnvironmentSpec) -> float:
+    """Return ``rollout.message_timeout_s``, or what its value 0 means for an environment."""
+    if seconds:
+        return seconds
+    parts = [part.spec for part in spec.parts.values()] or [spec]
+    slowest = max(parts, key=lambda part: part.longest_call_s)
+    if slowest.longest_call_s <= MESSAGE_TIMEOUT_S:
+        return MESSAGE_TIMEOUT_S
+    _log_message_timeout(slowest.name, math.ceil(slowest.longest_call_s))
+    return float(math.ceil(slowest.longest_call_s))
+
+
+@functools.cache
+def _log_message_timeout(name: str, seconds: int) -> None:
+    """Say once how long a run waits."""
+    _log.warning(
+        "rollout.message_timeout_s is not set: %d s, since %s may take as long by the time limits of "
+        "its tasks",
+        seconds,
+        name,
+    )
 
 
 def rollout_options_per_worker(config: Config, workers: Iterable[int]) -> RolloutOptions:

@@ -610,7 +610,11 @@ class RolloutConfig:
         on_resume="warns",
     )
     message_timeout_s: float = option(
-        60.0, "Timeout in seconds for each message to the environment.", above=0, on_resume="free"
+        0.0,
+        "Timeout in seconds for each message to the environment; 0 means 60, or as long as the "
+        "environment may take by the time limits of its tasks if that is more.",
+        at_least=0,
+        on_resume="free",
     )
     sessions: int = option(
         0,

@@ -425,9 +425,9 @@ class EnvironmentSpec:
     ``max_turns`` sets it. Episodes that are cut off earlier have no score. 0 for an environment
     that gives a reward for each turn."""
     longest_call_s: float = 0.0
-    """Seconds that a reset or a step may take by the environment's own limits. A run whose
-    ``rollout.message_timeout_s`` is shorter is refused, because it would lose episodes that an agent
-    delays. 0 for an environment without such limits."""
+    """Seconds that a reset or a step may take by the environment's own limits. A run waits as long,
+    and one that sets a shorter ``rollout.message_timeout_s`` is refused, because it would lose
+    episodes that an agent delays. 0 for an environment without such limits."""
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas of the tools that are known in advance to exist in every episode or, for a
     mixture, in every episode of one of its environments."""

@@ -117,8 +117,10 @@ def test_an_environment_that_may_answer_later_than_the_run_waits_is_refused(tmp_
     arguments = ["experiment=grpo", f"env.path={tmp_path / 'game.py'}:GAME"]
     said = r"^rollout\.message_timeout_s=60: Game may take 90\.5 s .*: set it to 91 or more"
     with pytest.raises(ConfigError, match=said):
-        build_experiment(compose_config(arguments))
-    build_experiment(compose_config([*arguments, "rollout.message_timeout_s=91"]))
+        build_experiment(compose_config([*arguments, "rollout.message_timeout_s=60"]))
+    for words, waits_s in (([], 91.0), (["rollout.message_timeout_s=120"], 120.0)):
+        made = build_experiment(compose_config([*arguments, *words]))
+        assert made.spec.mfcs[0].interface_args["message_timeout_s"] == waits_s
 
 
 @pytest.mark.parametrize(
