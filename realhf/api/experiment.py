@@ -513,6 +513,10 @@ class RunPlan:
     @staticmethod
     def read(run_dir: Path) -> RunPlan:
         """Read the plan in a run folder. Raises FileNotFoundError if there is none."""
-        return from_json_value(
-            RunPlan, json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8"))
-        )
+        plan = json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8"))
+        # Plans of realhf up to November 2026 have one index per worker.
+        plan["gpus"] = {
+            worker: [indices] if isinstance(indices, int) else indices
+            for worker, indices in plan.get("gpus", {}).items()
+        }
+        return from_json_value(RunPlan, plan)

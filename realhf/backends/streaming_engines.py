@@ -29,6 +29,7 @@ from realhf.base.hf_config import (
 )
 
 if TYPE_CHECKING:
+    from realhf.backends.vllm.generation import VllmGenerator
     from realhf.backends.vllm.server import VllmOptions
 
 
@@ -68,11 +69,11 @@ def make_streaming_generator(
     with contextlib.ExitStack() as stack:
         if model.engine.name == "vllm":
             check_dense(model.path, model.role)
+        server: VllmGenerator | None = None
         if model.engine.name == "embedded":
             engine = _build_embedded_engine(
                 model, options, tracer, shared, masked_tokenizer, stop_ids
             )
-            stack.callback(engine.close)
         else:
             url = model.engine.vllm_url or stack.enter_context(
                 _run_vllm_server(model, options, log, timeout_s, on_death, shared)
@@ -81,11 +82,12 @@ def make_streaming_generator(
 
             policy = options.kv_policy
             pause_s = options.pause_timeout_s
-            engine = VllmGenerator(
+            engine = server = VllmGenerator(
                 url, version=-1, kv_policy=policy, pause_timeout_s=pause_s, tracer=tracer
             )
-            stack.callback(engine.close)
-            description = json.dumps(engine.describe_server(), indent=1)
+        stack.callback(engine.close)
+        if server is not None:
+            description = json.dumps(server.describe_server(), indent=1)
             write_atomic(log.with_suffix(".json"), f"{description}\n")
         yield engine
 

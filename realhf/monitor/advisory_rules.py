@@ -661,8 +661,8 @@ def check_failure_rate(run: RunEvidence) -> Iterator[Advisory]:
         + (f" ({counts})." if counts else "."),
         step_of(run.recent[0]),
         "Read what failed and the log of the environment; rollout.message_timeout_s, "
-        "rollout.sessions and rollout.retries decide how much is borne, and for AWS env.pool_size (in "
-        "a mixture, that of the environment).",
+        "rollout.sessions and rollout.retries decide how much is borne, and so does the environment's "
+        "pool_size where it has one.",
         {"split": "train", "outcome": "failed", "step_min": step_of(run.recent[0])},
     )
 
@@ -946,8 +946,8 @@ RULES: tuple[Rule, ...] = (
         "Generation has worked {generation:.0%} of the time since step {since}, although "
         "{capacity:.0f} samples might "
         "be admitted: episodes wait for their environment.",
-        "Play more at once: rollout.sessions, async_rl.n_rollout_workers, and for AWS env.pool_size "
-        "(in a mixture, that of the environment); look how long the environment takes.",
+        "Play more at once: rollout.sessions, async_rl.n_rollout_workers, and the environment's "
+        "pool_size where it has one; look how long the environment takes.",
         min_steps=RECENT,
         generation=GENERATION_METRIC,
         capacity="admission/capacity",

@@ -13,9 +13,13 @@ from types import MappingProxyType
 ONE_VALUE = "has no other value in this experiment"
 UNSHOWN = "no test gives it another value"
 """What an entry says that no test shows: a debt, counted by the test of the table."""
-_ONE_WORKER = "1 is what 0 stands for where the role has one worker (tests/launch/test_model.py)"
+_ONE_WORKER = (
+    "1 is what 0 stands for where the role has one worker (tests/launch/test_allocation.py)"
+)
 _PROCESSES = "says how many processes there are, not what they compute"
-_BACKEND = "on one worker every backend computes the same; on several (tests/launch/test_model.py)"
+_BACKEND = (
+    "on one worker every backend computes the same; on several (tests/launch/test_allocation.py)"
+)
 _COMPILED = "the compiler computes the same (tests/backends/training/test_compiled_blocks.py)"
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {

@@ -470,8 +470,8 @@ def test_what_is_not_installed_or_cannot_be_written_is_told_at_the_check(capsys,
     assert lines == [
         f"engine.vllm_executable={tmp_path / 'none'}: no such program on this machine, so "
         "engine.name=vllm cannot start a server; "
-        "install vLLM in a separate environment and name its program here, or name a running "
-        "server with engine.vllm_url",
+        "install vLLM in an environment of its own (`make vllm-cuda`, without a GPU `make test-vllm`) "
+        "and name its program here, or name a running server with engine.vllm_url",
         *(
             f"monitor.trackers: {name} is not installed: pip install -e '.[{name}]'"
             for name in trackers

@@ -129,7 +129,7 @@ async def test_requests_of_a_worker_that_dies_go_to_another(
     await asyncio.to_thread(dying.server.close)
     moved = await asyncio.wait_for(asyncio.gather(tasks[0], tasks[2]), 60)
     assert [output.token_ids for output in moved] == [[living.number]] * 2 and client.rerouted == 2
-    assert living.asked[-1][1:] == [[1] * 4, 0, 9, -1, -1, False, 0], (
+    assert living.asked[-1][1:] == [[1] * 4, 0, 9, -1, -1, False, 0, ""], (
         "with everything that the request holds"
     )
     for task in tasks:
@@ -144,7 +144,7 @@ async def test_an_evaluation_asks_only_those_who_keep_its_weights(
     for slot in range(4):
         assert (await pinned.generate(GenRequest(slot, [1, 2]))).token_ids == [1]
     assert not engines[0].asked and {tuple(payload[5:]) for payload in engines[1].asked} == {
-        (4, True, 0)
+        (4, True, 0, "")
     }
     client.update({"generation/0": engines[0].endpoint})
     with pytest.raises(

@@ -119,7 +119,7 @@ def test_without_a_plan_it_ends_with_one_line_about_the_cause(tmp_path):
     )
 
 
-APART = {"model_worker/0": 0, "generation/0": 1}
+APART = {"model_worker/0": (0,), "generation/0": (1,)}
 
 
 @pytest.fixture(scope="module")

@@ -96,9 +96,19 @@ def count_operations(model: Any) -> tuple[float, float]:
         for parameter in model.parameters()
         if parameter.ndim >= 2 and not (parameter is embedding and is_looked_up)
     )
-    heads = getattr(text, "num_attention_heads", 0)
-    width = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
-    return per_token, 12.0 * getattr(text, "num_hidden_layers", 0) * heads * width
+    # Layers of some models differ in these (Gemma 4); transformers has a configuration of each then.
+    layers = getattr(text, "per_layer_config", None) or [text] * getattr(
+        text, "num_hidden_layers", 0
+    )
+    return per_token, 12.0 * sum(_find_attention_width(layer) for layer in layers)
+
+
+def _find_attention_width(layer: Any) -> int:
+    """Return the sum of the head widths of a layer's queries, 0 for a layer without attention."""
+    heads = getattr(layer, "num_attention_heads", 0)
+    return heads * (
+        getattr(layer, "head_dim", None) or (layer.hidden_size // heads if heads else 0)
+    )
 
 
 def _find_peak(model: Any, device: torch.device) -> float | None:
