@@ -673,6 +673,7 @@ class GenerateAnswer(Message, frozen=True, array_like=True):
     versions: list[int]
     finish_reason: str
     unmasked_logprobs: list[float] | None = None
+    mask_failed: bool = False
 
 
 class FreeRequest(Message, frozen=True, array_like=True):

@@ -75,6 +75,9 @@ class GenOutput:
     unmasked_logprobs: list[float] | None = None
     """For a request with a ``grammar``: log-probability of each token under the model's own
     distribution, without the mask. None otherwise: they equal ``logprobs``."""
+    mask_failed: bool = False
+    """Whether the turn ended because the mask of its ``grammar`` failed, for example at a limit of
+    llguidance."""
 
 
 class GenerationEngine(Protocol):

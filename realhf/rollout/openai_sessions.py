@@ -190,6 +190,11 @@ class OpenTurn:
         return self.stop is None and self.parts[-1].finish_reason == "stop"
 
     @property
+    def is_cut(self) -> bool:
+        """Whether a limit of tokens ended the turn, so that its answer cannot be judged."""
+        return self.finish_reason == "length" and not self.parts[-1].mask_failed
+
+    @property
     def text(self) -> str:
         """Whole text of the turn."""
         return self.parsed.text
@@ -210,7 +215,8 @@ class OpenTurn:
         """Return whether an output reached the limit of ``request`` and not that of the turn, so
         that the turn goes on."""
         count = len(self.ids) + len(output.token_ids)
-        return output.finish_reason == "length" and count == self._part_end()
+        is_cut = output.finish_reason == "length" and not output.mask_failed
+        return is_cut and count == self._part_end()
 
     def _part_end(self) -> int:
         """Return the number of tokens of the turn after the next request; 0 if nothing but the
@@ -375,8 +381,7 @@ class TokenLedger:
         if turn.stop is not None:
             turn.answer = replace(turn.answer, stop=turn.stop.string)
         calls = [(call.name, read_json(call.arguments, 0)[0]) for call in turn.answer.calls]
-        # what a limit cut off is no answer that could be judged
-        if turn.finish_reason != "length":
+        if not turn.is_cut:
             turn.broken = rules.find_broken(turn.answer.content, calls)
 
     def keep(self, turn: OpenTurn) -> None:
@@ -405,7 +410,7 @@ class TokenLedger:
         self.turns += 1
         self.last_cut = turn.finish_reason == "length"
         reads_calls = bool(turn.tools) and turn.rules.reads_calls
-        self.checked += not self.last_cut and turn.rules.has_checks(reads_calls=reads_calls)
+        self.checked += not turn.is_cut and turn.rules.has_checks(reads_calls=reads_calls)
         self.broken += bool(turn.broken)
 
     def discard(self, turn: OpenTurn) -> None:

@@ -463,9 +463,7 @@ class ContinuousGenerator:
         if end_ns - self._span.start_ns > _SPAN_NS:
             self._report_span()
         with self._condition:
-            results = [
-                (self._running.pop(turn.slot)[1], turn.error or turn.output()) for turn in ended
-            ]
+            results = [(self._running.pop(turn.slot)[1], turn.output()) for turn in ended]
             to_free = self._free_at_end & {turn.slot for turn in ended}
             self._free_at_end -= to_free
         self._core.free(to_free)

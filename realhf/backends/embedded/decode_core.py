@@ -9,6 +9,7 @@ steps, only the cached keys and values depend on the weights.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,7 @@ from realhf.backends.embedded.token_masks import (
 )
 from realhf.base.hf_config import context_limit
 
+_log = logging.getLogger(__name__)
 IntArray = np.ndarray
 _MIN_DONATED = 8
 """Minimum number of cached tokens to copy from another row; computing fewer is cheaper than copying
@@ -256,10 +258,9 @@ class DecodeTurn:
     cached: bool = False
     """Whether all tokens but the last are cached, or will be by this step's plan."""
     reason: str = ""
-    """Finish reason, ``stop`` or ``length``; empty while the turn runs, and for a turn that ended
-    with an error."""
-    error: GrammarProblem | None = None
-    """Why the turn ended without a result; None otherwise."""
+    """Finish reason, ``stop`` or ``length``; empty while the turn runs."""
+    mask_failed: bool = False
+    """Whether the mask failed, which ends the turn with the token sampled next or just now."""
     token_ids: list[int] = field(default_factory=list)
     """Sampled tokens."""
     logprobs: list[float] = field(default_factory=list)
@@ -294,7 +295,9 @@ class DecodeTurn:
     def output(self) -> GenOutput:
         """Return the sampled tokens as the request's output."""
         unmasked = None if self.mask is None else self.unmasked_logprobs
-        return GenOutput(self.token_ids, self.logprobs, self.versions, self.reason, unmasked)
+        return GenOutput(
+            self.token_ids, self.logprobs, self.versions, self.reason, unmasked, self.mask_failed
+        )
 
 
 class DecodeCore:
@@ -473,9 +476,8 @@ class DecodeCore:
         complete.
 
         The tokens are recorded with the weight version ``version``. Returns the turns that ended,
-        which are no longer in progress; one whose mask failed has an ``error``. Raises
-        FloatingPointError for logits that are not finite, RuntimeError naming options if memory is
-        exhausted, and any exception of the model.
+        which are no longer in progress. Raises FloatingPointError for logits that are not finite,
+        RuntimeError naming options if memory is exhausted, and any exception of the model.
         """
         rows = self._cache.rows
         columns = self._cache.columns
@@ -601,11 +603,9 @@ class DecodeCore:
             turn.versions.append(version)
             if token in turn.stops:
                 turn.reason = "stop"
-            elif len(turn.token_ids) >= turn.budget:
+            elif len(turn.token_ids) >= turn.budget or not _follow(turn, token):
                 turn.reason = "length"
-            elif turn.mask is not None and turn.error is None:
-                _accept_token(turn, token)
-            if turn.reason or turn.error is not None:
+            if turn.reason:
                 ended.append(turn)
         if ended:
             self.leave(ended)
@@ -614,7 +614,8 @@ class DecodeCore:
     def _apply_masks(self, turns: list[DecodeTurn], logits: Tensor) -> tuple[list[int], Tensor]:
         """Return which of the turns have a mask, and the logits with these masks applied.
 
-        A turn whose mask fails gets an ``error``, and its logits remain as they are.
+        The logits of a turn whose mask fails remain as they are: its last token is sampled freely,
+        so that even a turn whose first mask fails has one.
         """
         masked = [(row, turn, turn.mask) for row, turn in enumerate(turns) if turn.mask is not None]
         if not masked or self.masks is None:
@@ -624,7 +625,7 @@ class DecodeCore:
             try:
                 mask.fill(packed[position])
             except GrammarProblem as error:
-                turn.error = error
+                _end_mask(turn, error)
                 packed[position] = -1
         rows = [row for row, _, _ in masked]
         return rows, mask_logits(logits, rows, packed)
@@ -685,10 +686,19 @@ class DecodeCore:
         return banned.to(logits.device)
 
 
-def _accept_token(turn: DecodeTurn, token: int) -> None:
-    """Add a sampled token to the turn's mask. A turn whose mask fails gets an ``error``."""
-    assert turn.mask is not None
-    try:
-        turn.mask.accept(token)
-    except GrammarProblem as error:
-        turn.error = error
+def _follow(turn: DecodeTurn, token: int) -> bool:
+    """Add a sampled token to the turn's mask, if it has one; return whether the turn can go on."""
+    if turn.mask is not None and not turn.mask_failed:
+        try:
+            turn.mask.accept(token)
+        except GrammarProblem as error:
+            _end_mask(turn, error)
+    return not turn.mask_failed
+
+
+def _end_mask(turn: DecodeTurn, error: GrammarProblem) -> None:
+    """Note that the turn's mask has failed."""
+    turn.mask_failed = True
+    _log.warning(
+        "a turn ends after %d tokens: %s", turn.request.sampled + len(turn.token_ids), error
+    )

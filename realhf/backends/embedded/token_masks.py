@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,36 @@ _CACHED = 64
 _WORD_BITS = 32
 """Number of tokens per entry of a packed mask."""
 
+_NOT_ALLOWED = "doesn't satisfy the grammar"
+"""Words of llguidance for tokens that leave a grammar. Other errors are limits of its own."""
+
 
 class GrammarProblem(ValueError):
     """Raised for a grammar that cannot be compiled, or that a turn has already left."""
 
 
 class TokenMask:
-    """What the grammar of one turn allows next. Not thread-safe."""
+    """What the grammar of one turn allows next. Not thread-safe.
 
-    def __init__(self, matcher: Any) -> None:
+    Args:
+        matcher: Matcher of the grammar at its start.
+        sampled: Tokens that the turn already has.
+        renew: Builder of another matcher at the start of the grammar, which shares nothing: the
+            copies of a matcher reach a limit of llguidance together.
+
+    Raises GrammarProblem if the tokens do not follow the grammar. If they reach a limit of
+    llguidance, ``fill`` raises it.
+    """
+
+    def __init__(
+        self, matcher: Any, sampled: Sequence[int] = (), renew: Callable[[], Any] | None = None
+    ) -> None:
         self._matcher = matcher
+        self._sampled = list(sampled)
+        self._renew = renew
+        follows = matcher.consume_tokens(self._sampled)
+        if not follows and _NOT_ALLOWED in matcher.get_error():
+            raise GrammarProblem("the tokens of the interrupted turn do not follow its grammar")
 
     def fill(self, packed: np.ndarray) -> None:
         """Write the allowed tokens into ``packed``, int32 (words,), token 0 in the lowest bit of
@@ -34,6 +55,8 @@ class TokenMask:
         Raises GrammarProblem if the grammar exceeds the limits of llguidance, or allows no token.
         """
         self._matcher.unsafe_compute_mask_ptr(packed.ctypes.data, packed.nbytes)
+        if self._matcher.is_error() and self._restart():
+            self._matcher.unsafe_compute_mask_ptr(packed.ctypes.data, packed.nbytes)
         if self._matcher.is_error():
             raise GrammarProblem(f"the token mask failed: {_first_line(self._matcher)}")
         if not packed.any():
@@ -42,8 +65,17 @@ class TokenMask:
     def accept(self, token: int) -> None:
         """Add a sampled token, which the mask allowed and which does not end the turn. Raises
         GrammarProblem."""
-        if not self._matcher.consume_token(token):
+        self._sampled.append(token)
+        if not self._matcher.consume_token(token) and not self._restart():
             raise GrammarProblem(f"the token mask failed: {_first_line(self._matcher)}")
+
+    def _restart(self) -> bool:
+        """Go on with a new matcher, once; return whether it follows the turn."""
+        if self._renew is None:
+            return False
+        self._matcher = self._renew()
+        self._renew = None
+        return self._matcher.consume_tokens(self._sampled)
 
 
 class TokenMasks:
@@ -83,14 +115,23 @@ class TokenMasks:
         """Return the mask of a turn that follows a grammar and already has the tokens
         ``sampled``. Raises GrammarProblem."""
         with self._lock:
-            start = self._compiled.pop(grammar, None) or self._compile(grammar)
+            start = self._compiled.get(grammar)
+        # Not under the lock: compiling may take long, and others' turns go on meanwhile.
+        start = start or self._compile(grammar)
+        with self._lock:
             self._compiled[grammar] = start
+            self._compiled.move_to_end(grammar)
             if len(self._compiled) > _CACHED:
                 self._compiled.popitem(last=False)
             matcher = start.deep_copy()
-        if not matcher.consume_tokens(list(sampled)):
-            raise GrammarProblem("the tokens of the interrupted turn do not follow its grammar")
-        return TokenMask(matcher)
+        return TokenMask(matcher, sampled, partial(self._renew, grammar, start))
+
+    def _renew(self, grammar: str, failed: Any) -> Any:
+        """Return a new matcher of a grammar, and forget the one whose copies failed."""
+        with self._lock:
+            if self._compiled.get(grammar) is failed:
+                del self._compiled[grammar]
+        return self._compile(grammar)
 
     def _compile(self, grammar: str) -> Any:
         from llguidance import LLMatcher

@@ -4,7 +4,9 @@ company."""
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -15,7 +17,12 @@ from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
 from realhf.backends.embedded.continuous_batching import ContinuousGenerator
 from realhf.backends.embedded.generation import EmbeddedGenerator
-from realhf.backends.embedded.token_masks import GrammarProblem, TokenMasks, mask_logits
+from realhf.backends.embedded.token_masks import (
+    GrammarProblem,
+    TokenMask,
+    TokenMasks,
+    mask_logits,
+)
 from tests.backends.embedded.test_continuous_batching import Client, running
 from tests.rollout.black_box import chat
 
@@ -175,30 +182,118 @@ def test_a_grammar_that_fails_ends_its_own_turn_only(model: Any) -> None:
         assert chat().decode(client.output(4).token_ids) in ("yes", "no")
 
 
-def test_the_limits_of_a_grammar_end_its_turn_with_an_error(model: Any) -> None:
-    """A mask that fails in the middle of a turn: the turn is lost, its neighbours are not. No
-    grammar of a few lines reaches llguidance's limits, so another mask stands for one that does."""
+class Failing(TokenMask):
+    """A mask that allows digits and fails at the n-th token, as it is filled or accepted."""
 
-    class Failing:
-        def fill(self, packed: Any) -> None:
+    def __init__(self, fills: int = 99, accepts: int = 99) -> None:
+        super().__init__(masks().start("start: /[0-9]*/ /b/")._matcher)
+        self._left = {"fill": fills, "accept": accepts}
+
+    def fill(self, packed: Any) -> None:
+        self._count("fill")
+        super().fill(packed)
+
+    def accept(self, token: int) -> None:
+        self._count("accept")
+        super().accept(token)
+
+    def _count(self, name: str) -> None:
+        self._left[name] -= 1
+        if not self._left[name]:
             raise GrammarProblem("the token mask failed: too complex")
 
-        def accept(self, token: int) -> None:
-            raise AssertionError(token)
+
+@pytest.mark.parametrize(
+    ("failing", "tokens"),
+    [({"fills": 1}, 1), ({"fills": 4}, 4), ({"accepts": 1}, 1), ({"accepts": 3}, 3)],
+    ids=str,
+)
+def test_a_mask_that_fails_cuts_its_own_turn_off(
+    model: Any, failing: dict[str, int], tokens: int
+) -> None:
+    """At any token, with the probabilities of what was sampled; its neighbours go on."""
 
     class SomeFail(TokenMasks):
         def start(self, grammar: str, sampled: Sequence[int] = ()) -> Any:
-            return Failing() if grammar == "fails" else super().start(grammar, sampled)
+            return Failing(**failing) if grammar == "fails" else super().start(grammar, sampled)
 
     own = SomeFail(chat()._tokenizer, chat().stop_ids, vocabulary())
     with running(model, masks=own) as client:
         for slot, grammar in enumerate((DIGITS, "fails", "")):
             submit(client, request(slot, grammar))
-        assert "too complex" in str(client.result(1))
-        assert chat().decode(client.output(0).token_ids).isdigit()
+        output = client.output(1)
+        assert output.finish_reason == "length" and output.mask_failed
+        assert len(output.token_ids) == len(output.logprobs) == len(output.versions) == tokens
+        if "fills" in failing:
+            unmasked = (output.unmasked_logprobs or [])[-1]
+            assert output.logprobs[-1] == pytest.approx(unmasked, abs=1e-4), "sampled freely"
+        beside = client.output(0)
+        assert chat().decode(beside.token_ids).isdigit() and not beside.mask_failed
         assert client.output(2).token_ids
         submit(client, request(1, YES_OR_NO))
         assert client.output(1).finish_reason == "stop", "the row is free again"
+
+
+def test_turns_of_one_grammar_do_not_use_up_the_limits_of_each_other() -> None:
+    """The copies of a matcher share the states of its lexer. A turn that meets their limit goes on
+    with a matcher of its own; one that reaches it alone fails, also when it is continued."""
+
+    class Limited:
+        """Matcher whose copies fail together after ``left`` tokens."""
+
+        def __init__(self, matcher: Any, left: list[int]) -> None:
+            self._matcher = matcher
+            self._left = left
+
+        def deep_copy(self) -> Limited:
+            return Limited(self._matcher.deep_copy(), self._left)
+
+        def consume_tokens(self, tokens: list[int]) -> bool:
+            self._left[0] -= len(tokens)
+            return not self.is_error() and self._matcher.consume_tokens(tokens)
+
+        def consume_token(self, token: int) -> bool:
+            return self.consume_tokens([token])
+
+        def is_error(self) -> bool:
+            return self._left[0] < 0
+
+        def get_error(self) -> str:
+            return "lexer error: too many states" if self.is_error() else ""
+
+        def unsafe_compute_mask_ptr(self, *target: int) -> None:
+            self._matcher.unsafe_compute_mask_ptr(*target)
+
+    class Limits(TokenMasks):
+        def _compile(self, grammar: str) -> Any:
+            return Limited(super()._compile(grammar), [5])
+
+    own = Limits(chat()._tokenizer, chat().stop_ids, vocabulary())
+    digit = chat().encode("7")[0]
+    turns = [own.start(DIGITS), own.start(DIGITS)]
+    for _ in range(4):
+        for turn in turns:
+            turn.fill(own.allocate(1)[0])
+            turn.accept(digit)
+    turns = [own.start(DIGITS, [digit] * 4), own.start(DIGITS, [digit] * 4)]
+    for turn in turns:
+        turn.fill(own.allocate(1)[0])
+    with pytest.raises(GrammarProblem, match="too many states"):
+        own.start(DIGITS, [digit] * 6).fill(own.allocate(1)[0])
+
+
+def test_grammars_are_compiled_at_the_same_time() -> None:
+    """One that takes long holds up nobody."""
+    both = threading.Barrier(2, timeout=20)
+
+    class Slow(TokenMasks):
+        def _compile(self, grammar: str) -> Any:
+            both.wait()
+            return super()._compile(grammar)
+
+    own = Slow(chat()._tokenizer, chat().stop_ids, vocabulary())
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(own.start, (DIGITS, YES_OR_NO)))
 
 
 def test_an_engine_without_masks_refuses_grammars(model: Any) -> None:
