@@ -246,6 +246,15 @@ def check_structured(config: Config, ppo: ResolvedOptions) -> None:
             f"{option}: the mask changes the distribution, and nothing corrects for it; set "
             f"ppo.correction (decoupled or tis), or rollout.agent_structured={CHECK}"
         )
+    floor = "behav_imp_weight_floor" if ppo.behav_imp_weight_level == "product" else ""
+    if ppo.behav_imp_sequence_floor is not None:
+        floor = "behav_imp_sequence_floor"
+    if floor and getattr(ppo, floor):
+        raise ConfigError(
+            f"ppo.{floor}={getattr(ppo, floor):g}: with {option} it would leave out the rows whose "
+            f"tokens the mask has forced; set ppo.correction (decoupled or tis), or "
+            f"rollout.agent_structured={CHECK}"
+        )
     if find_spec("llguidance") is None:
         raise ConfigError(
             f"{option} needs the package llguidance, which is not installed: "

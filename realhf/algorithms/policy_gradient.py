@@ -392,7 +392,7 @@ def _entropy_statistics(sample: SequenceSample, tokens: PredictedTokens) -> dict
     """
     if "packed_logprobs" not in sample.keys:
         return {}
-    logprobs = sample["packed_logprobs"].cpu()[tokens.mask]
+    logprobs = policy_at_sampling(sample).cpu()[tokens.mask]
     return {"entropy_estimate": -float(logprobs.double().mean())} if len(logprobs) else {}
 
 

@@ -50,6 +50,14 @@ def test_both_log_probabilities_reach_the_calls_that_need_them() -> None:
         (("ppo.use_decoupled_loss=false",), r"nothing corrects for it; set ppo.correction"),
         (("ppo.recompute_logprob=true",), r"nothing corrects for it; set ppo.correction"),
         (("ppo.behav_imp_weight_mode=none",), r"nothing corrects for it; set ppo.correction"),
+        (
+            ("ppo.correction=mis",),
+            r"ppo.behav_imp_sequence_floor=0.999: .* would leave out the rows",
+        ),
+        (
+            ("ppo.correction=seq_mis",),
+            r"ppo.behav_imp_weight_floor=0.5: .* would leave out the rows",
+        ),
         (("engine.name=vllm",), r"engine.name=vllm: .* only engine.name=embedded gives"),
     ],
     ids=str,
