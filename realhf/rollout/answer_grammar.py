@@ -200,18 +200,33 @@ def narrow_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     ):
         return whole
     for part in parts:
-        if part.get("type") == "object" and not any(key in part for key in _COMPOSED):
-            part.setdefault("additionalProperties", "properties" not in part)
+        types = _types_of(part)
+        is_object = "object" in types or (types == [None] and "properties" in part)
+        if is_object and not any(key in part for key in _COMPOSED):
+            part.setdefault("additionalProperties", _needs_others(part))
         if part.get("type") == "array" and "prefixItems" not in part:
             part.setdefault("items", True)
     _name_any(whole, parts)
     return whole
 
 
+def _types_of(part: Mapping[str, Any]) -> list[Any]:
+    """Return the names of the types that a schema allows; [None] if it does not say."""
+    types = part.get("type")
+    return types if isinstance(types, list) else [types]
+
+
+def _needs_others(part: Mapping[str, Any]) -> bool:
+    """Return whether an object has no named properties, or cannot fit with these alone."""
+    named = part.get("properties")
+    if named is None or part.get("minProperties", 0) > len(named):
+        return True
+    return not named.keys() >= set(part.get("required", ()))
+
+
 def _bound_numbers(part: dict[str, Any]) -> None:
     """Add bounds to a schema of numbers that has none."""
-    types = part.get("type")
-    names = types if isinstance(types, list) else [types]
+    names = _types_of(part)
     if any(key in part for key in (*_BOUNDS, "enum", "const")):
         return
     if "number" in names:

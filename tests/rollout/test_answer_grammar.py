@@ -331,6 +331,22 @@ def test_schemas_are_narrowed_to_what_was_asked_for() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "more", [{"required": ["a", "b"]}, {"minProperties": 2}], ids=["required", "minProperties"]
+)
+def test_an_object_that_needs_unnamed_properties_stays_open(more: dict[str, Any]) -> None:
+    """Closed, no value would fit it, and every request with it would be refused."""
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, **more}
+    assert narrow_schema(schema)["additionalProperties"] is not False
+    check_turns(chat(), AnswerRules(json=json_rule(schema)), seeds=range(2), ended=0)
+
+
+@pytest.mark.parametrize("kind", [{"type": ["object", "null"]}, {}], ids=["null", "any type"])
+def test_an_object_is_closed_whatever_else_may_be_there(kind: dict[str, Any]) -> None:
+    schema = {**kind, "properties": {"a": {"type": "string"}}}
+    assert narrow_schema(schema)["additionalProperties"] is False
+
+
 class Author(BaseModel):
     """Who has written a report."""
 
