@@ -219,7 +219,7 @@ docs: .venv-docs/.installed
 test-trl: install
 	@test -x .venv-trl/bin/trl || { $(BIN)/python -m venv .venv-trl \
 	  && .venv-trl/bin/python -m pip install --quiet -c constraints.txt torch==2.13.0 \
-	  && .venv-trl/bin/python -m pip install --quiet -c constraints.txt trl==1.16.0 numpy omegaconf pydantic websockets msgspec; }
+	  && .venv-trl/bin/python -m pip install --quiet -c constraints.txt trl==1.16.0 numpy omegaconf pydantic websockets msgspec botocore; }
 	$(BIN)/python -m pytest -q -rs tests/trl tests/examples
 
 # Training runs in this environment, so it holds the project as well. verifiers needs an older openai, which only our own

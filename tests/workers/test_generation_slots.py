@@ -88,7 +88,7 @@ def test_answers_go_to_who_asked_and_an_aborted_turn_is_to_be_gone_on_with(worke
     worker._engine.done[1](GenOutput([9], [-1.0], [0], "aborted"))
     worker._engine.done[0](ValueError("slot in play"))
     assert (
-        second.answers == [[[9], [-1.0], [0], "interrupted", None]]
+        second.answers == [[[9], [-1.0], [0], "interrupted", None, False]]
         and str(first.answers[0]) == "slot in play"
     )
     assert [slot for _, slot in worker._engine.told] == [0, 1]
@@ -111,7 +111,9 @@ def test_a_request_for_newer_weights_waits_until_the_engine_has_them(worker):
     worker._gate.open()
     assert worker._engine.told[1:] == [("submit", 0)] and latest.answers == []
     ask(worker, "a:1", "free", [[1]])
-    assert latest.answers == [[[], [], [], "interrupted", None]], "nobody waits for it any more"
+    assert latest.answers == [[[], [], [], "interrupted", None, False]], (
+        "nobody waits for it any more"
+    )
     worker._engine.version = 9
     worker._gate.open()
     assert later.answers == [] and worker._engine.told[2:] == [("abort", [1]), ("free", [1])]
