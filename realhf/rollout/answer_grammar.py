@@ -14,9 +14,10 @@ through is counted.
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from realhf.api.chat_template import TemplateChat
@@ -61,7 +62,8 @@ _ANY_SCHEMA: Mapping[str, Any] = {
 class AnswerGrammars:
     """Builder of the grammars of one policy's answers.
 
-    Raises ValueError, which names the option, for a chat template whose answers have no grammar.
+    Use it on one event loop. Raises ValueError, which names the option, for a chat template whose
+    answers have no grammar.
     """
 
     def __init__(self, chat: TemplateChat) -> None:
@@ -71,11 +73,13 @@ class AnswerGrammars:
                 f"chat template have no grammar; use rollout.agent_structured=check"
             )
         self._chat = chat
+        self._checks: OrderedDict[str, asyncio.Task[str]] = OrderedDict()
 
     def build(self, rules: AnswerRules, tools: ToolSchemas, prompt: Sequence[int]) -> str:
         """Return the grammar of the answer to a request, "" if the policy may answer freely.
 
-        prompt: ids before the turn. Raises ApiError for rules that have no grammar.
+        prompt: ids before the turn. Raises ApiError for rules that have no grammar. Whether the
+        engine accepts the grammar is what ``check`` finds out.
         """
         must_call = rules.tool_choice == "required"
         if rules.json is None and not must_call:
@@ -90,17 +94,31 @@ class AnswerGrammars:
             schema = {"type": "object"} if rules.json.schema is None else rules.json.schema.value
             lines.append(f"json: {_write_schema(schema)}")
         reasoning, thoughts = self._write_reasoning(prompt)
-        grammar = "\n".join(
+        return "\n".join(
             [f"start: {reasoning}({' | '.join(answers)})", *lines, *thoughts, "GAP: /[ \\n]{1,4}/"]
         )
-        if problem := _find_problem(grammar):
+
+    async def check(self, grammar: str) -> None:
+        """Raise ApiError if the engine would refuse a grammar of ``build``.
+
+        A grammar is checked once, however many requests have it, and in a thread: large schemas
+        take some tenths of a second, in which all other sessions of the event loop would wait.
+        """
+        check = self._checks.get(grammar)
+        if check is None:
+            check = asyncio.create_task(asyncio.to_thread(_find_problem, grammar))
+            self._checks[grammar] = check
+            if len(self._checks) > _CACHED:
+                self._checks.popitem(last=False)
+        self._checks.move_to_end(grammar)
+        # A request that is cancelled must not end the check for the others that wait for it.
+        if problem := await asyncio.shield(check):
             raise ApiError(
                 400,
                 "invalid_schema",
                 f"a schema of the request cannot be turned into a token mask "
                 f"(rollout.agent_structured=constrain): {problem}",
             )
-        return grammar
 
     def _write_reasoning(self, prompt: Sequence[int]) -> tuple[str, list[str]]:
         """Return the symbols of the reasoning at the beginning of a turn, and their rules."""
@@ -170,7 +188,6 @@ def _read_parameters(parameters: Any) -> Mapping[str, Any]:
         return {"type": "object"}
 
 
-@lru_cache(_CACHED)
 def _find_problem(grammar: str) -> str:
     """Return why llguidance refuses a grammar; "" if it does not."""
     from llguidance import LLMatcher

@@ -325,6 +325,11 @@ class TokenLedger:
         self._n_running += 1
         return turn
 
+    async def check_grammar(self, turn: OpenTurn) -> None:
+        """Raise ApiError if the engine would refuse the grammar of a turn."""
+        if self._grammars is not None and turn.grammar:
+            await self._grammars.check(turn.grammar)
+
     def is_out_of_turns(self, task: Task) -> bool:
         """Return whether the turn limit is reached although the task itself allows more turns."""
         return self.turns >= self._limits.max_turns and task.allows_more_than(
@@ -813,6 +818,7 @@ class OpenAiSession:
         )
 
     async def _sample(self, turn: OpenTurn) -> None:
+        await self.ledger.check_grammar(turn)
         while not self.ledger.add(turn, await self._llm.generate(turn.request())):
             pass
 

@@ -3,9 +3,11 @@ limit of tokens cuts it off."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
@@ -18,12 +20,13 @@ from pydantic import BaseModel, Field
 
 from realhf.api.chat_template import TemplateChat
 from realhf.api.config import GenConfig
+from realhf.rollout import answer_grammar
 from realhf.rollout.answer_grammar import AnswerGrammars, narrow_schema
 from realhf.rollout.answer_rules import AnswerRules, JsonAnswer
 from realhf.rollout.api_errors import ApiError
 from realhf.rollout.episode import EpisodeLimits
 from realhf.rollout.json_schema import JsonSchema, read_schema
-from realhf.rollout.openai_requests import build_message
+from realhf.rollout.openai_requests import OpenAiMessage, build_message
 from realhf.rollout.openai_server import OpenAiServer
 from realhf.rollout.openai_sessions import Ending, OpenAiSession, OpenAiSessions
 from realhf.rollout.rollout_sample import outcomes_to_sample
@@ -106,8 +109,13 @@ def json_rule(schema: dict[str, Any] | None = None) -> JsonAnswer:
 
 
 def build(of: TemplateChat, rules: AnswerRules, tools: Sequence[dict[str, Any]] = ()) -> str:
+    """Return the grammar of an answer. Raises ApiError, also if the engine refuses it."""
     prompt = of.opening(USER, tools)
-    return AnswerGrammars(of).build(rules, tuple(tools), prompt)
+    grammars = AnswerGrammars(of)
+    grammar = grammars.build(rules, tuple(tools), prompt)
+    if grammar:
+        asyncio.run(grammars.check(grammar))
+    return grammar
 
 
 def broken(
@@ -298,6 +306,89 @@ def test_schemas_without_a_grammar_are_refused_or_checked_only() -> None:
     assert broken(chat(), ids, rules) == ("response_format",), "counted as without a mask"
     odd = {"type": "function", "function": {"name": "odd", "parameters": {"type": "nonsense"}}}
     check_turns(chat(), AnswerRules(tool_choice="required", parallel_calls=False), [odd])
+
+
+class Gate:
+    """A check of grammars that waits until it is opened, then is the real one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self._opened = threading.Event()
+        self._check = answer_grammar._find_problem
+        monkeypatch.setattr(answer_grammar, "_find_problem", self._find_problem)
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def _find_problem(self, grammar: str) -> str:
+        self.calls.append(grammar)
+        # On the event loop itself nobody could open it.
+        assert self._opened.wait(20), "the event loop stands still while a grammar is checked"
+        return self._check(grammar)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_the_event_loop_goes_on_while_a_grammar_is_checked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = Gate(monkeypatch)
+    grammars = AnswerGrammars(chat())
+    good = grammars.build(AnswerRules(json=json_rule({"type": "null"})), (), [])
+    waiting = [asyncio.create_task(grammars.check(good)) for _ in range(3)]
+    await until(lambda: gate.calls)
+    waiting[0].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting[0]
+    gate.open()
+    await asyncio.gather(*waiting[1:])
+    await grammars.check(good)
+    assert gate.calls == [good]
+    bad = grammars.build(
+        AnswerRules(json=json_rule({"type": "string", "pattern": "(?=a)b"})), (), []
+    )
+    for _ in range(2):
+        with pytest.raises(ApiError, match="cannot be turned into a token mask"):
+            await grammars.check(bad)
+    assert gate.calls == [good, bad]
+    monkeypatch.setattr(answer_grammar, "_CACHED", 1)
+    await grammars.check(grammars.build(AnswerRules(tool_choice="required"), tuple(TOOLS), []))
+    await grammars.check(good)
+    assert len(gate.calls) == 4 and gate.calls[-1] == good, "forgotten, so checked again"
+
+
+async def test_a_session_that_ends_while_a_grammar_is_checked_drops_the_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = Gate(monkeypatch)
+    tokens = MaskedTokens(chat(), small_model(len(chat()._tokenizer) + 11), GenConfig())
+    sessions = OpenAiSessions(chat(), LIMITS, constrain=True)
+    asked = [OpenAiMessage("user", "task")]
+    rules = AnswerRules(json=json_rule({"type": "boolean"}))
+    try:
+        session = sessions.open(tokens, slot=3, seed=7)
+        request = asyncio.create_task(session.sample(asked, rules=rules))
+        await until(lambda: gate.calls)
+        session.end()
+        with pytest.raises(ApiError, match="this session has ended"):
+            await request
+        assert session.ledger.turns == session.ledger._n_running == 0
+        gate.open()
+        other = sessions.open(tokens, slot=4, seed=7)
+        turn = await other.sample(asked, rules=rules)
+        other.keep(turn)
+        assert turn.answer.content.strip() in ("true", "false") and len(gate.calls) == 1
+        refused = AnswerRules(json=json_rule({"type": "string", "pattern": "(?=a)b"}))
+        with pytest.raises(ApiError) as error:
+            await other.sample(asked, rules=refused)
+        assert error.value.status == 400 and other.engine_error is None
+        assert (other.ledger.turns, other.ledger._n_running) == (1, 0)
+    finally:
+        tokens.engine.close()
 
 
 def test_schemas_are_narrowed_to_what_was_asked_for() -> None:
