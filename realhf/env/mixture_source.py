@@ -13,7 +13,7 @@ from realhf.api.environment import TRAIN
 from realhf.api.source import SampleResult, SourceItem
 from realhf.env.curriculum import CurriculumSource
 from realhf.env.loader.load import build_environment
-from realhf.env.loader.mixture import PartTasks
+from realhf.env.loader.mixture import MixtureTasks
 
 _UNIT = 10**9
 """Number of parts into which shares are divided."""
@@ -84,11 +84,13 @@ class MixtureSource:
         strategy: str = "learnability",
         **curriculum: Any,
     ) -> None:
-        parts = build_environment(environment, options).parts
-        self._plan = SharePlan({name: part.share for name, part in parts.items()}, seed)
+        spec = build_environment(environment, options)
+        tasks = spec.tasks(TRAIN)
+        assert isinstance(tasks, MixtureTasks)
+        self._plan = SharePlan({name: part.share for name, part in spec.parts.items()}, seed)
         self._sources = {
-            name: CurriculumSource(seed, PartTasks(name, part, TRAIN), strategy, **curriculum)
-            for name, part in parts.items()
+            name: CurriculumSource(seed, own, strategy, **curriculum)
+            for name, own in tasks.parts.items()
         }
 
     def next_batch(self, n: int) -> list[SourceItem]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, make_dataclass, replace
 from functools import partial
 from keyword import iskeyword
@@ -211,11 +212,12 @@ def _build_mixture(
         raise ValueError(problem)
     weights = [*options.weights] or [1.0] * len(definitions)
     parts = {}
+    names = {name: OptionNames.of(name, each.options) for name, each in definitions.items()}
     for (name, definition), weight in zip(definitions.items(), weights, strict=True):
         try:
             spec = definition.build(getattr(options.of, name))
         except ValueError as error:
-            raise ValueError(_rename_options(str(error), name, definition.options)) from error
+            raise ValueError(names[name].rename(str(error), required=True)) from error
         limits = getattr(options.limits, name)
         parts[name] = EnvironmentPart(
             spec,
@@ -224,20 +226,52 @@ def _build_mixture(
                 limits.max_turns or 0, limits.max_total_tokens or 0, limits.max_new_tokens or 0
             ),
         )
-    return mix_environments(parts)
+    return mix_environments(parts, names)
 
 
-def _rename_options(problem: str, name: str, options: type[Any]) -> str:
-    """Return an error message of the environment ``name`` with the names that its options have in
-    the mixture."""
-    own = "|".join(each.name for each in fields(options)) or "$."
-    renamed = re.sub(rf"\benv\.(?=(?:{own})\b)", f"env.of.{name}.", problem)
-    return renamed if renamed != problem else f"env.of.{name}: {problem}"
+@dataclass(frozen=True)
+class OptionNames:
+    """The names that the options of one environment have in the mixture."""
+
+    name: str
+    """The environment's name in the mixture."""
+    pattern: re.Pattern[str] | None = None
+    """What stands before each of its options in a text of its own; None if it has no options."""
+
+    @classmethod
+    def of(cls, name: str, options: type[Any]) -> OptionNames:
+        """Return the names of the options in a dataclass."""
+        own = "|".join(each.name for each in fields(options))
+        return cls(name, re.compile(rf"(?<![\w./])env\.(?=(?:{own})\b)") if own else None)
+
+    def rename(self, text: str, *, required: bool = False) -> str:
+        """Return a text of the environment with the names that its options have in the mixture.
+        One that names no option begins with the environment's section if that is ``required``."""
+        renamed = self.pattern.sub(f"env.of.{self.name}.", text) if self.pattern else text
+        return f"env.of.{self.name}: {text}" if required and renamed == text else renamed
+
+    @contextmanager
+    def renamed(self) -> Iterator[None]:
+        """Context manager that renames the options in the environment's errors."""
+        try:
+            yield
+        except (EnvironmentFailure, ValueError) as error:
+            if len(error.args) == 1 and isinstance(error.args[0], str):
+                error.args = (self.rename(error.args[0]),)
+            raise
 
 
-def mix_environments(parts: Mapping[str, EnvironmentPart]) -> EnvironmentSpec:
+def mix_environments(
+    parts: Mapping[str, EnvironmentPart], names: Mapping[str, OptionNames] | None = None
+) -> EnvironmentSpec:
     """Return the specification of the mixture of these environments. Raises ValueError if several
-    of them need a server that the launcher starts."""
+    of them need a server that the launcher starts.
+
+    Args:
+        parts: The environments by their names in the mixture.
+        names: Names of their options in the mixture; None if they have no options.
+    """
+    names = names or {name: OptionNames(name) for name in parts}
     specs = {name: part.spec for name, part in parts.items()}
     served = [name for name, spec in specs.items() if spec.launch is not None]
     if len(served) > 1:
@@ -249,17 +283,17 @@ def mix_environments(parts: Mapping[str, EnvironmentPart]) -> EnvironmentSpec:
     tools = {str(tool): tool for spec in specs.values() for tool in spec.tools}
     return EnvironmentSpec(
         "+".join(specs),
-        partial(_make_instance, specs),
-        partial(MixtureTasks, parts),
+        partial(_make_instance, specs, names),
+        partial(MixtureTasks, parts, names),
         concurrency=min(bounded, default=None),
-        demonstrate=partial(_demonstrate, parts)
+        demonstrate=partial(_demonstrate, parts, names)
         if all(spec.demonstrate is not None for spec in specs.values())
         else None,
         deterministic=all(spec.deterministic for spec in specs.values()),
         launch=_rename_section(specs[served[0]].launch, served[0]) if served else None,
         tools=tuple(tools.values()),
         parts=parts,
-        examine=partial(_examine, specs)
+        examine=partial(_examine, specs, names)
         if any(spec.examine is not None for spec in specs.values())
         else None,
     )
@@ -270,23 +304,35 @@ def _rename_section(service: EnvironmentService | None, name: str) -> Environmen
     return service and replace(service, section=f"env.of.{name}")
 
 
-async def _examine(specs: Mapping[str, EnvironmentSpec], task: Task) -> Sequence[TaskRemark]:
+async def _examine(
+    specs: Mapping[str, EnvironmentSpec], names: Mapping[str, OptionNames], task: Task
+) -> Sequence[TaskRemark]:
     """Let the task's own environment examine it, if it examines tasks."""
+    own = names[task.environment]
     examine = specs[task.environment].examine
-    return [] if examine is None else await examine(_unlabel_task(task))
+    if examine is None:
+        return []
+    with own.renamed():
+        remarks = await examine(_unlabel_task(task))
+    return [replace(remark, text=own.rename(remark.text)) for remark in remarks]
 
 
 def _demonstrate(
-    parts: Mapping[str, EnvironmentPart], request: DemonstrationRequest
+    parts: Mapping[str, EnvironmentPart],
+    names: Mapping[str, OptionNames],
+    request: DemonstrationRequest,
 ) -> Iterator[Demonstration]:
     """Yield the scripted episodes of all environments, each of which has a scripted solver."""
     for name, part in parts.items():
         assert part.spec.demonstrate is not None
-        for each in part.spec.demonstrate(request):
-            yield replace(each, task=_label_task(each.task, name, part.limits))
+        with names[name].renamed():
+            for each in part.spec.demonstrate(request):
+                yield replace(each, task=_label_task(each.task, name, part.limits))
 
 
-def _make_instance(specs: Mapping[str, EnvironmentSpec], address: str) -> MixedEnvironment:
+def _make_instance(
+    specs: Mapping[str, EnvironmentSpec], names: Mapping[str, OptionNames], address: str
+) -> MixedEnvironment:
     """Return an instance of a mixture. ``address`` is that of its only environment with a
     server."""
     return MixedEnvironment(
@@ -295,6 +341,7 @@ def _make_instance(specs: Mapping[str, EnvironmentSpec], address: str) -> MixedE
             for name, spec in specs.items()
         },
         {name: spec.system_prompt for name, spec in specs.items()},
+        names,
     )
 
 
@@ -307,47 +354,54 @@ class MixedEnvironment:
     Args:
         makers: Functions that return a new instance, by the environments' names.
         system_prompts: System messages that precede the episodes, by the same names; "" for none.
+        option_names: Names of the environments' options in the mixture, by the same names.
     """
 
     def __init__(
         self,
         makers: Mapping[str, Callable[[], Environment]],
         system_prompts: Mapping[str, str],
+        option_names: Mapping[str, OptionNames],
     ) -> None:
         self._makers = makers
         self._system_prompts = system_prompts
+        self._option_names = option_names
         self._instances: dict[str, Environment] = {}
-        self._playing: Environment | None = None
+        self._playing = ""
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         """Start an episode. ``task`` is the payload of a mixture's task. The opening begins with
         the environment's system message, if it has one."""
         name = task[ENVIRONMENT_KEY]
-        if name not in self._instances:
-            self._instances[name] = self._makers[name]()
-        self._playing = self._instances[name]
-        opening = await self._playing.reset(task[TASK_KEY], seed=seed)
+        with self._option_names[name].renamed():
+            if name not in self._instances:
+                self._instances[name] = self._makers[name]()
+            self._playing = name
+            opening = await self._instances[name].reset(task[TASK_KEY], seed=seed)
         if not (prompt := self._system_prompts[name]):
             return opening
         return replace(opening, messages=[{"role": "system", "content": prompt}, *opening.messages])
 
     async def step(self, message: AssistantMessage) -> Turn:
         """Pass the message to the environment of the current episode."""
-        if self._playing is None:
+        if not self._playing:
             raise EnvironmentFailure("lost", "no episode was started")
-        return await self._playing.step(message)
+        with self._option_names[self._playing].renamed():
+            return await self._instances[self._playing].step(message)
 
     async def close(self) -> None:
         """Close all instances. Raises the first of their errors."""
-        instances = [*self._instances.values()]
+        closing = [self._close(name, each) for name, each in self._instances.items()]
         self._instances = {}
-        self._playing = None
-        results = await asyncio.gather(
-            *(instance.close() for instance in instances), return_exceptions=True
-        )
+        self._playing = ""
+        results = await asyncio.gather(*closing, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
+
+    async def _close(self, name: str, instance: Environment) -> None:
+        with self._option_names[name].renamed():
+            await instance.close()
 
 
 def own_payload(task: Task) -> Mapping[str, Any]:
@@ -398,10 +452,13 @@ class PartTasks:
     """Task set of one environment of a mixture. The ids of the templates are those of the
     environment; the names of groups and the tasks are those of the mixture (``_label_task``)."""
 
-    def __init__(self, name: str, part: EnvironmentPart, split: str) -> None:
+    def __init__(self, part: EnvironmentPart, split: str, options: OptionNames) -> None:
+        name = options.name
         self._name = name
         self._limits = part.limits
-        self._tasks: TaskSet = part.spec.tasks(split)
+        self._options = options
+        with self._options.renamed():
+            self._tasks: TaskSet = part.spec.tasks(split)
         groups = self._tasks.groups
         self.group_of: Mapping[str, str] = {
             template: _label_group(name, group, groups)
@@ -413,7 +470,8 @@ class PartTasks:
 
     def instantiate(self, template_id: str, seed: int) -> Task:
         """Return the task that a template gives for ``seed``."""
-        task = self._tasks.instantiate(template_id, seed)
+        with self._options.renamed():
+            task = self._tasks.instantiate(template_id, seed)
         named = replace(task, template=task.template or template_id)
         return _label_task(named, self._name, self._limits, self._tasks.groups)
 
@@ -422,8 +480,10 @@ class MixtureTasks:
     """Task set of a mixture. The id of a template is ``<environment>/<the environment's id>``;
     ``parts`` are the environments' own task sets, by name."""
 
-    def __init__(self, parts: Mapping[str, EnvironmentPart], split: str) -> None:
-        self.parts = {name: PartTasks(name, part, split) for name, part in parts.items()}
+    def __init__(
+        self, parts: Mapping[str, EnvironmentPart], names: Mapping[str, OptionNames], split: str
+    ) -> None:
+        self.parts = {name: PartTasks(part, split, names[name]) for name, part in parts.items()}
         self.group_of: Mapping[str, str] = {
             f"{name}/{template}": group
             for name, tasks in self.parts.items()

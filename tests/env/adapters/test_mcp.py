@@ -28,6 +28,7 @@ from realhf.api.environment import (
 from realhf.env.adapters.mcp_tools import MAX_KEPT_CHARS
 from realhf.env.containment import sandbox as containment
 from realhf.env.loader.load import build_environment, passport_file
+from realhf.env.loader.mixture import mixture_reference
 from tests.process_family import gone, until
 
 HERE = Path(__file__).resolve().parent
@@ -355,6 +356,18 @@ async def test_a_verifier_that_fails_is_a_failure(
         await environment.reset(row, seed=0)
         failure = await failed(environment.step(say("5")))
         assert failure.kind == kind and told in str(failure)
+
+
+@needs_sdk
+@pytest.mark.slow
+async def test_a_failure_within_a_mixture_names_the_option_of_its_entry(folder: Path) -> None:
+    own = {"data": str(folder / "tasks.jsonl"), "files": PACKAGES, "tools": ["balanse"]}
+    own["reward"] = f"{folder / 'verifier.py'}:by_answer"
+    members = [f"bank={command(LEDGER)}", "countdown"]
+    spec = build_environment(mixture_reference(members), {"mix": members, "of": {"bank": own}})
+    async with episode(spec) as (environment, row):
+        failure = await failed(environment.reset(row, seed=0))
+        assert str(failure).startswith("env.of.bank.tools: the MCP server has no tool 'balanse'")
 
 
 @needs_sdk

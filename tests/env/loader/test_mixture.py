@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from realhf.api.environment import (
     TRAIN,
     AssistantMessage,
     DemonstrationRequest,
+    EnvironmentDefinition,
     EnvironmentFailure,
     EnvironmentPart,
     EnvironmentService,
@@ -25,8 +26,10 @@ from realhf.api.environment import (
     TaskRemark,
     Turn,
 )
+from realhf.api.option import option
 from realhf.env.loader.load import build_environment, load_definition, passport_file
 from realhf.env.loader.mixture import (
+    define_mixture,
     mix_environments,
     mixture_reference,
     name_members,
@@ -231,6 +234,92 @@ def test_an_instance_of_each_environment_is_made_when_needed_and_closed_with_all
         "a closed",
         "b closed",
     ]
+
+
+@dataclass
+class PatientOptions:
+    """Options of an environment that fails at the call that they name."""
+
+    fails_at: str = option("reset", "The call that fails.")
+    timeout_s: float = option(1.0, "Time that a call has.")
+
+
+class Patient(Recorder):
+    """Environment that names its options when it fails."""
+
+    def __init__(self, fails_at: str) -> None:
+        super().__init__("patient", [], "")
+        self._fails_at = fails_at
+
+    async def reset(self, task, *, seed):
+        self._fail("reset")
+        return await super().reset(task, seed=seed)
+
+    async def step(self, message):
+        self._fail("step")
+        return await super().step(message)
+
+    async def close(self):
+        self._fail("close")
+
+    def _fail(self, call: str) -> None:
+        if call == self._fails_at:
+            raise EnvironmentFailure(
+                "timeout", f"{call}: nothing within env.timeout_s=1 s of other.env.timeout_s"
+            )
+
+
+def patient(options: PatientOptions) -> EnvironmentSpec:
+    def tasks(split: str) -> NumberedTasks:
+        if options.fails_at == split:
+            raise ValueError(f"env.fails_at={split}: no tasks, env.other is not an option")
+        return NumberedTasks(("all",))
+
+    async def examine(task):
+        return [TaskRemark("longer than env.timeout_s=1 allows")]
+
+    return EnvironmentSpec("patient", lambda url: Patient(options.fails_at), tasks, examine=examine)
+
+
+@pytest.mark.parametrize("call", ["reset", "step", "close"])
+def test_failures_name_the_options_as_the_mixture_has_them(call: str) -> None:
+    """The user gave them to an entry of the mixture, where ``env.timeout_s`` is unknown."""
+    definitions = {
+        "slow": EnvironmentDefinition(PatientOptions, patient),
+        "other": EnvironmentDefinition(PatientOptions, patient),
+    }
+    mixture = define_mixture(["slow=x", "other=y"], definitions)
+    options = mixture.options()
+    options.of.slow.fails_at = call
+    options.of.other.fails_at = HELD_OUT
+    spec = mixture.build(options)
+    task = spec.tasks(TRAIN).instantiate("slow/only", 1)
+
+    async def play() -> None:
+        env = spec.make("")
+        try:
+            await env.reset(task.payload, seed=1)
+            await env.step(AssistantMessage("hello"))
+        finally:
+            await env.close()
+
+    with pytest.raises(EnvironmentFailure) as failure:
+        asyncio.run(play())
+    assert failure.value.kind == "timeout"
+    assert str(failure.value) == (
+        f"{call}: nothing within env.of.slow.timeout_s=1 s of other.env.timeout_s"
+    )
+    with pytest.raises(
+        ValueError, match=r"^env\.of\.other\.fails_at=heldout: no tasks, env\.other"
+    ):
+        spec.tasks(HELD_OUT)
+
+    async def examine() -> None:
+        assert spec.examine is not None
+        (remark,) = await spec.examine(task)
+        assert remark.text == "longer than env.of.slow.timeout_s=1 allows"
+
+    asyncio.run(examine())
 
 
 @pytest.mark.parametrize(
