@@ -1,0 +1,190 @@
+"""What this project takes for granted about vLLM, each with the code here that breaks without it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from realhf.backends.vllm import server
+from realhf.backends.vllm.server import VllmOptions
+from tests.vllm.sources import VllmSources
+
+WORKER = "v1/worker/gpu_worker.py"
+IPC = "distributed/weight_transfer/ipc_engine.py"
+SERVER_PY = "realhf/backends/vllm/server.py"
+EXTENSION_PY = "realhf/backends/vllm/extension.py"
+API_PY = "realhf/backends/vllm/api.py"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something that must be so in the sources of vLLM."""
+
+    name: str
+    """What it is about."""
+    needed_by: str
+    """File of this project that relies on it."""
+    find_problem: Callable[[VllmSources], str]
+    """Returns what is wrong; "" if the fact holds."""
+
+
+def _flag_names() -> set[str]:
+    """Flags of every server that we start, without ``no-``."""
+    everything = VllmOptions(
+        max_model_len=8, kv_cache_bytes=1, tensor_parallel_size=2, dtype="bfloat16"
+    )
+    share = VllmOptions(cuda=True, gpu_memory_utilization=0.5)
+    commands = [server._build_command("vllm", "model", 1, each) for each in (everything, share)]
+    flags = {word for words in commands for word in words if word.startswith("--")}
+    assert len(flags) > 15
+    return {flag.removeprefix("--").removeprefix("no-") for flag in flags}
+
+
+def _variable_names(folder: Path) -> set[str]:
+    """Environment variables of vLLM that we set."""
+    options = VllmOptions(runner="v2", threads=1)
+    names = {name for name in server._build_environment(options, folder) if name[:5] == "VLLM_"}
+    assert "VLLM_USE_V2_MODEL_RUNNER" in names
+    return names
+
+
+def _has_flag(sources: VllmSources, flag: str) -> str:
+    field = flag.replace("-", "_")
+    declared = rf'^\s+"--{flag}"|\("--{flag}"|^    {field} *:'
+    text = sources.text("engine/arg_utils.py") + sources.texts("entrypoints/")
+    return "" if re.search(declared, text, re.MULTILINE) else f"`vllm serve` has no --{flag}"
+
+
+def _has_variable(sources: VllmSources, name: str) -> str:
+    known = f'"{name}": lambda' in sources.text("envs.py")
+    return "" if known else f"vllm/envs.py does not know {name}"
+
+
+def _has_endpoint(sources: VllmSources, verb: str, path: str) -> str:
+    declared = rf'@router\.{verb}\(\s*"{path}"|add_api_route\(\s*"{path}"'
+    known = re.search(declared, sources.texts("entrypoints/"))
+    return "" if known else f"no server of vLLM has {verb} {path}"
+
+
+def _says(file: str, path: str, *patterns: str) -> Callable[[VllmSources], str]:
+    """The code of a function contains every pattern."""
+
+    def find_problem(sources: VllmSources) -> str:
+        code = sources.source(file, path)
+        missing = [pattern for pattern in patterns if not re.search(pattern, code, re.DOTALL)]
+        if not code:
+            return f"vllm/{file} has no {path}"
+        return f"vllm/{file}: {path} does not say {missing}" if missing else ""
+
+    return find_problem
+
+
+def _takes(file: str, path: str, *names: str) -> Callable[[VllmSources], str]:
+    """A function has these parameters."""
+
+    def find_problem(sources: VllmSources) -> str:
+        actual = sources.parameters(file, path)
+        return "" if set(names) <= set(actual) else f"vllm/{file}: {path} takes {actual}"
+
+    return find_problem
+
+
+def _has_fields(file: str, name: str, sent: Iterable[str]) -> Callable[[VllmSources], str]:
+    """A dataclass has the fields that we send, and all others have a default."""
+
+    def find_problem(sources: VllmSources) -> str:
+        fields = sources.fields(file, name)
+        unknown = sorted(set(sent) - fields.keys())
+        left_out = sorted(field for field in fields.keys() - set(sent) if not fields[field])
+        if not fields:
+            return f"vllm/{file} has no dataclass {name}"
+        if unknown or left_out:
+            return f"vllm/{file}: {name} has no {unknown}, and needs {left_out}"
+        return ""
+
+    return find_problem
+
+
+ENDPOINTS: Mapping[str, str] = {
+    "/inference/v1/generate": "post",
+    "/inference/v1/abort_requests": "post",
+    "/pause": "post",
+    "/resume": "post",
+    "/collective_rpc": "post",
+    "/update_weight_version": "post",
+    "/server_info": "get",
+    "/v1/models": "get",
+}
+"""Endpoints that we call, and how."""
+
+
+def list_facts(folder: Path) -> Iterator[Fact]:
+    """All facts; ``folder`` is any folder."""
+    for flag in sorted(_flag_names()):
+        yield Fact(f"--{flag}", SERVER_PY, lambda s, flag=flag: _has_flag(s, flag))
+    for name in sorted(_variable_names(folder)):
+        yield Fact(name, SERVER_PY, lambda s, name=name: _has_variable(s, name))
+    for path, verb in ENDPOINTS.items():
+        yield Fact(path, API_PY, lambda s, verb=verb, path=path: _has_endpoint(s, verb, path))
+    yield Fact(
+        "a worker knows its runner",
+        EXTENSION_PY,
+        _says(WORKER, "Worker.__init__", r"self\.use_v2_model_runner = "),
+    )
+    yield Fact(
+        "VLLM_USE_V2_MODEL_RUNNER chooses the runner",
+        SERVER_PY,
+        _says("config/vllm.py", "VllmConfig.use_v2_model_runner", "envs.VLLM_USE_V2_MODEL_RUNNER"),
+    )
+    yield Fact(
+        "head_dtype is an override of the model's configuration",
+        SERVER_PY,
+        _says("config/model.py", "_get_head_dtype", "'head_dtype'"),
+    )
+    yield Fact(
+        "the worker has the dtype of the head",
+        EXTENSION_PY,
+        _says("config/model.py", "ModelConfig.head_dtype", "supported_dtypes"),
+    )
+    for runner in ("v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"):
+        names = ("weights_iterator", "weights_path")
+        check = _takes(runner, "GPUModelRunner.reload_weights", *names)
+        yield Fact(f"reload_weights of {runner}", EXTENSION_PY, check)
+        check = _takes(runner, "GPUModelRunner.get_model", "self")
+        yield Fact(f"get_model of {runner}", EXTENSION_PY, check)
+    for method, names in {
+        "reload_weights": ("args", "kwargs"),
+        "init_weight_transfer_engine": ("init_info",),
+        "start_weight_update": (),
+        "update_weights": ("update_info",),
+        "finish_weight_update": (),
+    }.items():
+        check = _takes(WORKER, f"Worker.{method}", "self", *(n for n in names if n[-4:] != "args"))
+        yield Fact(f"{method} of a worker", EXTENSION_PY, check)
+    chunk = ("names", "dtype_names", "shapes", "tensor_sizes", "ipc_handles")
+    yield Fact(
+        "fields of a chunk over CUDA IPC",
+        "realhf/backends/vllm/device_transfer.py",
+        _has_fields(IPC, "IPCWeightTransferUpdateInfo", chunk),
+    )
+    yield Fact(
+        "the start of a transfer over CUDA IPC",
+        EXTENSION_PY,
+        _has_fields(IPC, "IPCWeightTransferInitInfo", ("packed",)),
+    )
+    yield Fact(
+        "the device of a handle is its part 6",
+        "realhf/backends/vllm/device_transfer.py",
+        _says(
+            "distributed/weight_transfer/packed_tensor.py",
+            "packed_ipc_consumer",
+            r"list_args\[6\] = device_index",
+        ),
+    )
+    yield Fact(
+        "a backend of the transfer is named in its configuration",
+        SERVER_PY,
+        _has_fields("config/weight_transfer.py", "WeightTransferConfig", ("backend",)),
+    )
