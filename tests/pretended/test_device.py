@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +135,69 @@ def test_live_bytes_are_those_of_storages(gpu: PretendedDevice) -> None:
         gpu.live_bytes == 0
         and gpu.peak_bytes == (4 << 20) + (4 * ((1 << 20) - 5) + 511) // 512 * 512
     )
+
+
+def test_what_is_alive_has_the_line_that_allocated_it(gpu: PretendedDevice) -> None:
+    from realhf.algorithms.policy_loss import kl_estimate
+
+    x = torch.zeros(1 << 10, device=CUDA)
+    mark = gpu.mark()
+    y = kl_estimate(x, x, "k2")
+    (line,) = gpu.allocated_since(mark)
+    assert re.fullmatch(r"realhf/algorithms/policy_loss\.py:\d+", line)
+    assert gpu.allocated_since(mark)[line] == 4 << 10
+    peak = gpu.peak_by_line
+    assert peak.total() == gpu.peak_bytes and peak[line] < gpu.peak_bytes
+    del y
+    assert not gpu.allocated_since(mark) and gpu.peak_by_line == peak
+    gpu.reset_peak()
+    assert gpu.peak_by_line.total() == gpu.peak_bytes == gpu.live_bytes == 4 << 10
+
+
+def test_what_a_micro_batch_leaves_is_counted_when_the_next_begins(gpu: PretendedDevice) -> None:
+    decoder = nn.Identity()
+    decoder.get_decoder = lambda: decoder  # type: ignore[assignment]
+    handle = gpu.watch(decoder)
+    x = torch.ones(256, device=CUDA)
+    kept: list[torch.Tensor] = []
+    for _ in range(3):
+        decoder(x)
+        kept.append(x * 2)
+        x.sum()
+    handle.remove()
+    decoder(x)
+    assert [left.total() for left in gpu.left] == [1 << 10, 1 << 10]
+    assert len(gpu.micro_batches) == 3
+
+
+REPEATED: dict[str, Callable[[torch.Tensor], object]] = {
+    "new": lambda x: x + x,
+    "in place": lambda x: x.add_(1.0),
+    "several": lambda x: x.max(0),
+    "view without a mark": lambda x: torch.ops.aten._unsafe_view(x, [3, 4]),
+    "lists": lambda x: torch._foreach_add_([x, x], 1.0),
+    "another dtype": lambda x: x.sum(dtype=torch.float64),
+    "strides": lambda x: x.t().clone(),
+    "options": lambda x: torch.cat([x, x], dim=1),
+    "empty": lambda x: torch.nn.functional.linear(x, x[:0]),
+}
+
+
+@pytest.mark.parametrize("kind", REPEATED)
+def test_a_remembered_result_is_that_of_the_kernel(gpu: PretendedDevice, kind: str) -> None:
+    def describe(device: torch.device) -> list[tuple[object, ...]]:
+        x = torch.ones(4, 3, device=device)
+        result: Any = REPEATED[kind](x)
+        several = result if isinstance(result, tuple) else [result]
+        return [
+            (y.shape, y.stride(), y.dtype, y.data_ptr() == x.data_ptr())
+            for y in several
+            if isinstance(y, torch.Tensor)
+        ]
+
+    expected = describe(torch.device("cpu"))
+    assert describe(CUDA) == expected
+    assert describe(CUDA) == expected, "by what is remembered"
 
 
 def test_tied_weights_stay_one_tensor(gpu: PretendedDevice) -> None:

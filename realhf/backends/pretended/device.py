@@ -13,12 +13,13 @@ import functools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from realhf.backends.pretended.source_lines import calling_line
 from realhf.backends.pretended.tensor import CUDA, PretendedTensor, find_tensors, map_values
@@ -81,6 +82,8 @@ class PretendedDevice:
     ``operations`` counts operations by name, ``syncs`` the waits for the device by what waited and
     line, ``uploads`` the copies from the host by line, and ``fp32_products`` the matrix products of
     fp32 factors by line. ``live_bytes`` is the memory in use, ``peak_bytes`` its maximum.
+    ``micro_batches`` has the waits of each micro-batch, ``left`` the bytes by line that each of
+    them but the last had allocated and still held when the next one began.
     """
 
     def __init__(self, properties: GPUProperties | None = None) -> None:
@@ -92,9 +95,17 @@ class PretendedDevice:
         self.live_bytes = 0
         self.peak_bytes = 0
         self.micro_batches: list[Counter[str]] = []
+        self.left: list[Counter[str]] = []
         self._limits = StepLimits()
         self._sizes: dict[int, int] = {}
         self._addresses: dict[int, int] = {}
+        self._origins: dict[int, _Origin] = {}
+        self._n_allocations = 0
+        self._live_by_line: Counter[str] = Counter()
+        self._peak_by_line: Counter[str] = Counter()
+        self._rises = True
+        self._last_mark = 0
+        self._meta_results: dict[Any, _MetaResult | None] = {}
         self._next_address = _BLOCK_BYTES
         self._unknown: set[int] = set()
         self._lock = threading.RLock()
@@ -121,16 +132,22 @@ class PretendedDevice:
         before = self._limits
         self._limits = limits
         self.micro_batches = []
+        self.left = []
         try:
             yield
         finally:
             self._limits = before
 
-    def watch(self, model: Any) -> None:
-        """Count a micro-batch at each forward pass of the model's decoder."""
-        model.get_decoder().register_forward_pre_hook(
-            lambda *_: self.micro_batches.append(Counter())
-        )
+    def watch(self, model: Any) -> RemovableHandle:
+        """Count a micro-batch at each forward pass of the model's decoder, until the result is
+        removed."""
+        return model.get_decoder().register_forward_pre_hook(lambda *_: self._begin_micro_batch())
+
+    def _begin_micro_batch(self) -> None:
+        if self.micro_batches:
+            self.left.append(self.allocated_since(self._last_mark))
+        self._last_mark = self.mark()
+        self.micro_batches.append(Counter())
 
     # ---- memory
 
@@ -160,11 +177,17 @@ class PretendedDevice:
         with self._lock:
             if key not in self._sizes:
                 size = -(-storage.nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
+                line = calling_line()
+                self._n_allocations += 1
                 self._sizes[key] = size
+                self._origins[key] = _Origin(self._n_allocations, line)
                 self._addresses[key] = self._next_address
                 self._next_address += max(size, _BLOCK_BYTES)
+                self._live_by_line[line] += size
                 self.live_bytes += size
-                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+                if self.live_bytes > self.peak_bytes:
+                    self.peak_bytes = self.live_bytes
+                    self._rises = True
                 weakref.finalize(storage, self._free, key)
         return PretendedTensor(plain, self, known)
 
@@ -176,9 +199,47 @@ class PretendedDevice:
 
     def _free(self, key: int) -> None:
         with self._lock:
-            self.live_bytes -= self._sizes.pop(key, 0)
-            self._addresses.pop(key, None)
+            if self._rises:
+                self._note_peak()
+            size = self._sizes.pop(key)
+            self._addresses.pop(key)
+            self._live_by_line[self._origins.pop(key).line] -= size
+            self.live_bytes -= size
             self._unknown.discard(key)
+
+    def mark(self) -> int:
+        """Return a number for the present moment, for ``allocated_since``."""
+        return self._n_allocations
+
+    def allocated_since(self, mark: int) -> Counter[str]:
+        """Return the bytes by line that were allocated after the moment of ``mark`` and are still
+        in use."""
+        found: Counter[str] = Counter()
+        with self._lock:
+            for key, origin in reversed(self._origins.items()):
+                if origin.number <= mark:
+                    break
+                found[origin.line] += self._sizes[key]
+        return found
+
+    def reset_peak(self) -> None:
+        """Measure the peak from the memory in use now."""
+        with self._lock:
+            self.peak_bytes = self.live_bytes
+            self._rises = True
+
+    @property
+    def peak_by_line(self) -> Counter[str]:
+        """Bytes in use at the peak, by the line that allocated them."""
+        with self._lock:
+            if self._rises:
+                self._note_peak()
+            return +self._peak_by_line
+
+    def _note_peak(self) -> None:
+        """Note what is in use, which is the most so far: something is about to be freed."""
+        self._rises = False
+        self._peak_by_line = self._live_by_line.copy()
 
     # ---- operations
 
@@ -204,8 +265,9 @@ class PretendedDevice:
         inputs have them."""
         if _schema_of(func).is_fused_optimizer:
             return None  # in place, and without a meta kernel
-        inputs = [t for t in find_tensors(args, kwargs) if isinstance(t, PretendedTensor)]
-        result = func(*map_values(_to_plain, args), **map_values(_to_plain, kwargs))
+        tensors = find_tensors(args, kwargs)
+        inputs = [t for t in tensors if isinstance(t, PretendedTensor)]
+        result = self._run_meta(func, args, kwargs, tensors)
         known = self._compute_known(func, args, kwargs, inputs)
         if known is None:
             self._forget_numbers(func, args, kwargs)
@@ -215,6 +277,20 @@ class PretendedDevice:
             pairs = zip(result, numbers, strict=True)
             return type(result)(self._wrap(value, number, by_plain) for value, number in pairs)
         return self._wrap(result, known, by_plain)
+
+    def _run_meta(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+        """Return the result of an operation's meta kernel, which is remembered: many kernels are
+        in Python and slow."""
+        if not _schema_of(func).is_repeatable:
+            return func(*map_values(_to_plain, args), **map_values(_to_plain, kwargs))
+        key = (func, _describe(args), _describe(kwargs.items()))
+        remembered = self._meta_results.get(key)
+        if remembered is not None:
+            return remembered.repeat(tensors)
+        result = func(*map_values(_to_plain, args), **map_values(_to_plain, kwargs))
+        if key not in self._meta_results:
+            self._meta_results[key] = _MetaResult.of(result, tensors)
+        return result
 
     def _wrap(self, value: Any, known: Any, by_plain: Mapping[int, PretendedTensor]) -> Any:
         """Return a result of a meta kernel as a tensor of this device: an input that was written in
@@ -402,6 +478,75 @@ class PretendedDevice:
         return found
 
 
+class _Origin(NamedTuple):
+    """Where a storage of the device comes from."""
+
+    number: int
+    """How many storages there had been, this one included."""
+    line: str
+    """Line that allocated it."""
+
+
+@dataclass(frozen=True)
+class _MetaResult:
+    """What a meta kernel returns for arguments of certain shapes and dtypes."""
+
+    values: tuple[tuple[Any, Any, torch.dtype] | int | None, ...]
+    """Shape, strides and dtype of each new tensor; the index of a tensor among the inputs; None
+    for a value that is not there."""
+    kind: type | None
+    """List or tuple of the values; None for a single one."""
+
+    @staticmethod
+    def of(result: Any, tensors: Sequence[Tensor]) -> _MetaResult | None:
+        """Return a description of ``result``; None if it cannot be built from one."""
+        several = isinstance(result, (list, tuple))
+        plain = [
+            tensor.plain if isinstance(tensor, PretendedTensor) else None for tensor in tensors
+        ]
+        storages = {each.untyped_storage()._cdata for each in plain if each is not None}
+        values: list[Any] = []
+        for value in result if several else [result]:
+            if value is None:
+                values.append(None)
+                continue
+            if not isinstance(value, Tensor):
+                return None
+            index = next((i for i, each in enumerate(plain) if each is value), None)
+            if index is not None:
+                values.append(index)
+                continue
+            dense = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device="meta"
+            )
+            storage = value.untyped_storage()
+            shares = storage._cdata in storages or value.storage_offset()
+            if shares or storage.nbytes() != dense.untyped_storage().nbytes():
+                return None
+            values.append((value.shape, value.stride(), value.dtype))
+        return _MetaResult(tuple(values), type(result) if several else None)
+
+    def repeat(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the result for other arguments of the same shapes and dtypes."""
+        made: list[Any] = []
+        for value in self.values:
+            if isinstance(value, tuple):
+                shape, stride, dtype = value
+                made.append(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
+            else:
+                made.append(None if value is None else _to_plain(tensors[value]))
+        return made[0] if self.kind is None else self.kind(made)
+
+
+def _describe(value: Any) -> Any:
+    """Return what the result of a meta kernel depends on, hashable."""
+    if isinstance(value, Tensor):
+        return (type(value), value.shape, value.stride(), value.dtype)
+    if isinstance(value, (str, torch.dtype, torch.device)) or not isinstance(value, Iterable):
+        return (type(value), value)
+    return tuple(map(_describe, value))
+
+
 def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
@@ -422,6 +567,8 @@ class _Schema:
     """Whether it multiplies matrices."""
     is_attention: bool
     """Whether it is attention."""
+    is_repeatable: bool
+    """Whether its results are new tensors, or inputs written in place, and no views."""
     written: tuple[tuple[int, str], ...]
     """Position and name of each argument that is written in place."""
 
@@ -443,6 +590,10 @@ def _schema_of(func: Any) -> _Schema:
         name.startswith("_fused_adam"),
         attention or name in _PRODUCTS,
         attention,
+        all(
+            result.alias_info is None or result.alias_info.is_write
+            for result in func._schema.returns
+        ),
         tuple(written),
     )
 

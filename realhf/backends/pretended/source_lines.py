@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
-_PRODUCT = Path(__file__).resolve().parents[2]
+_PRODUCT = str(Path(__file__).resolve().parents[2])
+_ABOVE = len(str(Path(_PRODUCT).parent)) + 1
 _OWN = str(Path(__file__).resolve().parent)
 _MODELS = "/transformers/"
 """Part of the path of a library whose line is named together with the product's."""
@@ -17,11 +19,22 @@ def calling_line() -> str:
     model = ""
     frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(str(_PRODUCT)) and not name.startswith(_OWN):
-            line = f"{Path(name).relative_to(_PRODUCT.parent)}:{frame.f_lineno}"
+        name, own = _shorten(frame.f_code.co_filename)
+        if own:
+            line = f"{name}:{frame.f_lineno}"
             return f"{line} (in {model})" if model else line
-        if not model and _MODELS in name:
-            model = f"transformers/{name.rpartition(_MODELS)[2]}:{frame.f_lineno}"
+        if name and not model:
+            model = f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return model or "?"
+
+
+@functools.cache
+def _shorten(path: str) -> tuple[str, bool]:
+    """Return the name by which a file is called and whether it is the product's; "" for a file
+    that is not named."""
+    if path.startswith(_PRODUCT) and not path.startswith(_OWN):
+        return path[_ABOVE:], True
+    if _MODELS in path:
+        return f"transformers/{path.rpartition(_MODELS)[2]}", False
+    return "", False
