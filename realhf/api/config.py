@@ -1109,6 +1109,13 @@ class ExperimentConfig:
         "first rows of dataset.path as tokens.",
         on_resume="free",
     )
+    trace: bool = option(
+        False,
+        "With mode=check, run a step of the run's models, without their weights, on a pretended "
+        "GPU, and print its memory by what holds it. On a machine without a GPU everything is "
+        "checked as for one with eight of 80 GB.",
+        on_resume="free",
+    )
     recover_mode: RecoverMode = option(
         RecoverMode.auto,
         "auto resumes from the trial's last valid checkpoint, if any; resume requires one; "

@@ -111,7 +111,7 @@ def _build_embedded_engine(
         weights = load_causal_lm(model.path, model.role, dtype, experts=model.experts).to(device)
     trainer = _estimate_trainer_memory(model) if shared else None
     reserved_bytes = (
-        sum(p.nbytes for p in weights.parameters()) + trainer.weights + trainer.first_update
+        sum(p.nbytes for p in weights.parameters()) + trainer.loaded + trainer.first_update
         if trainer is not None
         else 0
     )
@@ -235,7 +235,7 @@ def _compute_server_bytes(model: ModelSpec, free: int, total: int) -> int:
     trainer = _estimate_trainer_memory(model)
     if size is None or trainer is None:
         return free // 2
-    room = min(free - trainer.first_update, total - trainer.weights - trainer.first_update) // 2
+    room = min(free - trainer.first_update, total - trainer.loaded - trainer.first_update) // 2
     needed = weight_bytes(size, model.dtype) // model.engine.tensor_parallel_size
     if room <= needed:
         gib = [
@@ -243,7 +243,7 @@ def _compute_server_bytes(model: ModelSpec, free: int, total: int) -> int:
             for nbytes in (
                 total,
                 free,
-                trainer.weights + trainer.first_update,
+                trainer.loaded + trainer.first_update,
                 max(room, 0),
                 needed,
             )

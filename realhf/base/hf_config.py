@@ -19,6 +19,16 @@ MAX_HEADER_BYTES = 100_000_000
 """Maximum size in bytes of the header of a safetensors file."""
 VALUE_HEAD_FILE = "value_head.safetensors"
 """File next to the decoder's weights in an exported critic or reward model."""
+MEMORY_PARTS = (
+    "weights",
+    "masters",
+    "gradients",
+    "moments",
+    "activations",
+    "logits",
+    "keys, values",
+)
+"""What the memory of a device holds."""
 _BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes per element, by dtype."""
 
@@ -50,11 +60,18 @@ class TrainerMemory:
     """Memory in bytes that a trainer needs on its device between steps."""
 
     weights: int
-    """Weights, including fp32 master copies if they have a lower precision."""
+    """Weights, without their fp32 copies."""
+    masters: int
+    """Copies of the trained weights in fp32, if they have a lower precision."""
     gradients: int
     """Accumulated gradients in fp32."""
     moments: int
     """AdamW moments; 0 if they are offloaded."""
+
+    @property
+    def loaded(self) -> int:
+        """Bytes that are allocated when the trainer is loaded."""
+        return self.weights + self.masters
 
     @property
     def first_update(self) -> int:
@@ -73,9 +90,12 @@ def trainer_memory(
     """
     trained = size.adapters(lora_rank) if lora_rank else size.parameters
     masters = 4 * trained if dtype != "float32" else 0
-    weights = _BYTES[dtype] * (size.parameters + (trained if lora_rank else 0)) + masters
+    weights = _BYTES[dtype] * (size.parameters + (trained if lora_rank else 0))
     return TrainerMemory(
-        weights // parts, 4 * trained // parts, 0 if offload else 8 * trained // parts
+        weights // parts,
+        masters // parts,
+        4 * trained // parts,
+        0 if offload else 8 * trained // parts,
     )
 
 
@@ -97,9 +117,9 @@ def activation_bytes(size: ModelSize, dtype: str, tokens: int, *, checkpointing:
     return _BYTES[dtype] * tokens * per_token
 
 
-def model_size(path: str) -> ModelSize | None:
-    """Return the size of a model, given by its folder or by a hub id that is in the local hub
-    cache; None if it cannot be determined."""
+def find_model_folder(path: str) -> Path | None:
+    """Return the folder with the ``config.json`` of a model, given by its folder or by a hub id
+    that is in the local hub cache; None if there is none."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         with suppress(ImportError, ValueError, OSError):
@@ -107,6 +127,15 @@ def model_size(path: str) -> ModelSize | None:
 
             cached_file = try_to_load_from_cache(path, "config.json")
             folder = Path(cached_file).parent if isinstance(cached_file, str) else folder
+    return folder if (folder / "config.json").is_file() else None
+
+
+def model_size(path: str) -> ModelSize | None:
+    """Return the size of a model, given by its folder or by a hub id that is in the local hub
+    cache; None if it cannot be determined."""
+    folder = find_model_folder(path)
+    if folder is None:
+        return None
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
         size = estimate_size(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         shapes = tensor_shapes(folder)

@@ -11,6 +11,7 @@ from realhf.api.config import AllocationConfig, ConfigError, ExperimentConfig
 from realhf.api.experiment import ExperimentSpec, InterfaceType, ModelSpec
 from realhf.api.parallel import SHARDED
 from realhf.base.hf_config import (
+    MEMORY_PARTS,
     ModelSize,
     activation_bytes,
     estimate_size,
@@ -213,8 +214,14 @@ MEMORY_ADVICE = (
     "take a smaller model"
 )
 """Advice that names the options which reduce a trainer's memory."""
-COLUMNS = ("weights", "gradients", "moments", "activations", "keys, values")
-"""Parts of the memory estimate."""
+
+
+KEY_VALUES = "keys, values"
+"""Part of the memory that generation holds; it is freed before other calls."""
+_KEPT = ("weights", "masters", "moments")
+"""Parts of the memory that a process holds between calls."""
+_IN_CALLS = (("gradients", "activations", "logits"), (KEY_VALUES,))
+"""Parts of the memory that one call holds: one that trains or scores, and one that samples."""
 
 
 @dataclass(frozen=True)
@@ -229,13 +236,14 @@ class MemoryNeed:
     """Path of the role's model."""
     device: int | None
     """Index of the GPU; None for host memory."""
-    bytes: tuple[int, ...] | None
-    """Bytes for each of ``COLUMNS``; None if the model's size is not known."""
+    bytes: Mapping[str, int] | None
+    """Bytes for each of ``MEMORY_PARTS``, 0 for those that are missing; None if the model's size is
+    not known."""
 
     @property
     def total(self) -> int:
         """Sum of all parts in bytes; 0 if the model's size is not known."""
-        return sum(self.bytes or ())
+        return sum((self.bytes or {}).values())
 
 
 def estimate_needs(
@@ -263,7 +271,7 @@ def estimate_needs(
                 parts = None
                 if size is not None:
                     kv_cache = _kv_cache_bytes(model, size, config, episodes)
-                    parts = (weight_bytes(size, model.dtype), 0, 0, 0, kv_cache)
+                    parts = {"weights": weight_bytes(size, model.dtype), KEY_VALUES: kv_cache}
                 needs.append(MemoryNeed(name, model.role, model.path, device(name), parts))
     return needs
 
@@ -273,7 +281,7 @@ def format_estimate(needs: list[MemoryNeed], free: Mapping[int | None, int]) -> 
     with the sum and its free memory (``free``, from ``free_bytes``)."""
     if not needs:
         return
-    yield "memory, estimated, GiB: " + "  ".join(COLUMNS)
+    yield "memory, estimated, GiB: " + "  ".join(MEMORY_PARTS)
     for need in needs:
         where = "host" if need.device is None else f"GPU {need.device}"
         label = f"  {need.process} {need.role} ({where})"
@@ -282,7 +290,7 @@ def format_estimate(needs: list[MemoryNeed], free: Mapping[int | None, int]) -> 
         else:
             yield (
                 f"{label}: "
-                + "  ".join(f"{every / GIB:.3g}" for every in need.bytes)
+                + "  ".join(f"{need.bytes.get(part, 0) / GIB:.3g}" for part in MEMORY_PARTS)
                 + f"  = {need.total / GIB:.3g}"
             )
     for device in sorted({need.device for need in needs}, key=str):
@@ -321,7 +329,22 @@ def _sum_device(needs: list[MemoryNeed], device: int | None) -> int:
     process."""
     on_device = [need for need in needs if need.device == device]
     programs = PROGRAM_BYTES * len({need.process for need in on_device}) if device is None else 0
-    return sum(need.total for need in on_device) + programs
+    by_process: dict[str, list[MemoryNeed]] = {}
+    for need in on_device:
+        by_process.setdefault(need.process, []).append(need)
+    return sum(sum(sum_parts(needs).values()) for needs in by_process.values()) + programs
+
+
+def sum_parts(needs: Sequence[MemoryNeed]) -> dict[str, int]:
+    """Return the estimated peak of one process by part. Its roles compute in turn: what only a call
+    holds counts for the largest call."""
+    known = [need.bytes for need in needs if need.bytes is not None]
+    calls = [{part: parts.get(part, 0) for part in group} for parts in known for group in _IN_CALLS]
+    largest = max(calls, key=lambda parts: sum(parts.values()), default={})
+    return {
+        part: largest.get(part, 0) + sum(parts.get(part, 0) for parts in known if part in _KEPT)
+        for part in MEMORY_PARTS
+    }
 
 
 def _model_size(model: ModelSpec, config: ExperimentConfig) -> ModelSize | None:
@@ -346,8 +369,8 @@ def _model_size(model: ModelSpec, config: ExperimentConfig) -> ModelSize | None:
 
 def _model_worker_bytes(
     spec: ExperimentSpec, model: ModelSpec, size: ModelSize, config: ExperimentConfig
-) -> tuple[int, ...]:
-    """Return the bytes for each of ``COLUMNS`` of a role in a model worker: its training state, or
+) -> dict[str, int]:
+    """Return the bytes of each part of the memory of a role in a model worker: its training state, or
     only weights if it is not trained, and the KV cache of the episodes that the worker samples
     itself."""
     tokens = max(
@@ -369,7 +392,8 @@ def _model_worker_bytes(
         sessions = max(int(args.get("sessions", 1)) for args in sampling_args)
         kv_cache = _kv_cache_bytes(model, size, config, sessions)
     if not model.trainable:
-        return (0 if model.base_of else weight_bytes(size, model.dtype), 0, 0, 0, kv_cache)
+        weights = 0 if model.base_of else weight_bytes(size, model.dtype)
+        return {"weights": weights, KEY_VALUES: kv_cache}
     training = trainer_memory(
         size,
         model.dtype,
@@ -380,7 +404,14 @@ def _model_worker_bytes(
     activations = activation_bytes(
         size, model.dtype, tokens, checkpointing=model.gradient_checkpointing
     )
-    return (training.weights, training.gradients, training.moments, activations, kv_cache)
+    return {
+        "weights": training.weights,
+        "masters": training.masters,
+        "gradients": training.gradients,
+        "moments": training.moments,
+        "activations": activations,
+        KEY_VALUES: kv_cache,
+    }
 
 
 def _kv_cache_bytes(

@@ -37,6 +37,7 @@ from realhf.launch.plugins import (
     load_scheduler,
     read_scheduler_options,
 )
+from realhf.launch.step_trace import check_trace, trace_lines
 from realhf.launch.vllm_choice import find_executable
 from realhf.scheduler.machine import NO_GPUS, Machine
 
@@ -108,6 +109,8 @@ def build_experiment(composed: ComposedConfig) -> BuiltExperiment:
         _check_heads(every)
         _check_served_actor(every)
     _check_hosts(config, all_specs)
+    if config.trace:
+        check_trace(spec, config)
     if config.exp_ctrl.keep_best and (spec.evaluation is None or not spec.evaluation.generates):
         raise ConfigError(
             f"exp_ctrl.keep_best=true: experiment {spec.name} has no held-out evaluation, so it "
@@ -172,6 +175,9 @@ def print_check(built: BuiltExperiment, arguments: Sequence[str] = ()) -> int:
         print(line)
     needs, free = _estimate_memory(built)
     print("\n".join(format_estimate(needs, free)))
+    if built.config.trace:
+        for line in trace_lines(spec, built.config, built.machine, needs):
+            print(line, flush=True)
     chosen = built.config.scheduler
     definition = load_scheduler(chosen.path)
     if definition.script is not None:
@@ -390,6 +396,7 @@ LAUNCHER_OPTIONS = frozenset(
         "fileroot",
         "seed",
         "mode",
+        "trace",
         "recover_mode",
         "torch_threads",
     }

@@ -34,6 +34,7 @@ from realhf.launch.plugins import (
     with_algorithm,
     with_scheduler,
 )
+from realhf.launch.step_trace import choose_machine
 from realhf.launch.vllm_choice import choose_dtype, choose_engine, version_warnings
 from realhf.registry import environments
 from realhf.scheduler.machine import NO_GPUS, Machine, read_machine
@@ -178,7 +179,7 @@ def compose_config(
     }
     from_files = _options_in_yaml(config, schema, own_file, defaults)
     set_elsewhere = {*overridden, *(option for options in by_choice.values() for option in options)}
-    machine = read_machine() if machine is None else machine
+    machine, pretended = choose_machine(config, read_machine() if machine is None else machine)
     untrained = start_untrained(config, trains_on_file=hasattr(file.module, "build_on_rows"))
     given = {*set_elsewhere, *from_files}
     is_named_builtin = config.actor.path in BUILTIN_PATHS
@@ -194,7 +195,7 @@ def compose_config(
         {option: source for option, source in from_files.items() if option not in set_elsewhere},
         by_choice,
         tuple(warning for warning in warnings if warning),
-        (note,) if note else (),
+        tuple(note for note in (pretended, note) if note),
         machine,
     )
 

@@ -286,12 +286,12 @@ def test_a_trainer_holds_weights_gradients_and_moments():
     n = size.parameters
     few = size.adapters(4)
     assert trainer_memory(size, "float32") == (held := type(trainer_memory(size, "float32")))(
-        4 * n, 4 * n, 8 * n
+        4 * n, 0, 4 * n, 8 * n
     )
-    assert trainer_memory(size, "bfloat16", offload=True) == held(6 * n, 4 * n, 0)
+    assert trainer_memory(size, "bfloat16", offload=True) == held(2 * n, 4 * n, 4 * n, 0)
     assert trainer_memory(size, "bfloat16", parts=2).first_update == 6 * n
     assert trainer_memory(size, "bfloat16", lora_rank=4) == held(
-        2 * (n + few) + 4 * few, 4 * few, 8 * few
+        2 * (n + few), 4 * few, 4 * few, 8 * few
     )
     assert weight_bytes(size, "bfloat16") == 2 * n
     plain, saved = (

@@ -11,7 +11,7 @@ import yaml
 
 from realhf.aws.scripts import write_scripts
 from realhf.aws.tasks.loader import TEN, load_templates, phrasings
-from realhf.base.hf_config import estimate_size, trainer_memory
+from realhf.base.hf_config import MEMORY_PARTS, estimate_size, trainer_memory
 from realhf.launch import allocation
 from realhf.launch.allocation import GIB, estimate_needs
 from realhf.launch.build import build_experiment
@@ -58,13 +58,13 @@ def test_the_memory_plan_on_the_page_is_that_of_its_commands(
             assert need.bytes is not None and need.device == 0
             name = need.path.partition("/")[2]
             part = "generation" if need.process.startswith("generation") else "trainer"
-            cells = [*need.bytes, need.total]
+            cells = [*(need.bytes.get(part, 0) for part in MEMORY_PARTS), need.total]
             rows.append(
                 f"| {name}, {part} | " + " | ".join(f"{each / GIB:.3g}" for each in cells) + " |"
             )
     assert len(rows) == 4 and [row for row in rows if row not in PAGE.read_text()] == []
     whole = trainer_memory(here("Qwen/Qwen3-4B"), "bfloat16")
-    assert f"would take {(whole.weights + whole.first_update) / GIB:.0f} GiB" in " ".join(
+    assert f"would take {(whole.loaded + whole.first_update) / GIB:.0f} GiB" in " ".join(
         PAGE.read_text().split()
     )
 

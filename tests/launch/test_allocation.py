@@ -13,6 +13,7 @@ from realhf.launch import allocation
 from realhf.launch.__main__ import main
 from realhf.launch.allocation import (
     GIB,
+    KEY_VALUES,
     MemoryNeed,
     allocate,
     check_offload,
@@ -269,15 +270,16 @@ def test_each_process_has_a_plan_by_role(folder):
         ("model_worker/0", "ref"): 0,
         ("generation/0", "actor"): 1,
     }
-    weights, gradients, moments, passes, kept = found["model_worker/0", "actor"].bytes or ()
-    assert [weights, gradients, moments] == pytest.approx(
-        [6 * PARAMETERS, 4 * PARAMETERS, 8 * PARAMETERS], rel=0.01
+    trainer = found["model_worker/0", "actor"].bytes or {}
+    each = {"weights": 2, "masters": 4, "gradients": 4, "moments": 8}
+    assert {part: trainer[part] for part in each} == pytest.approx(
+        {part: nbytes * PARAMETERS for part, nbytes in each.items()}, rel=0.01
     )
-    assert passes > GIB and kept == 0
-    assert (found["model_worker/0", "ref"].bytes or ())[0] == pytest.approx(
+    assert trainer["activations"] > GIB and trainer[KEY_VALUES] == 0
+    assert (found["model_worker/0", "ref"].bytes or {})["weights"] == pytest.approx(
         2 * PARAMETERS, rel=0.01
     )
-    tokens = (found["generation/0", "actor"].bytes or ())[4]
+    tokens = (found["generation/0", "actor"].bytes or {})[KEY_VALUES]
     assert tokens == 10 * 1000 * 2 * 36 * 8 * 128 * 2, (
         "ten episodes of 1,000 tokens, keys and values, 36 layers, bf16"
     )

@@ -421,6 +421,11 @@ class PolicyOptimizer:
                 parameter.copy_(master)
                 master.grad = None
 
+    def moments(self) -> list[Tensor]:
+        """Return the moments of all weights that have been updated (not copies)."""
+        states = self._adamw.state.values()
+        return [state[name] for state in states for name in _MOMENTS if name in state]
+
     def tensors(self, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
         """Return the optimizer's tensors (not copies) by name.
 

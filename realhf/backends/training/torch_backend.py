@@ -27,7 +27,8 @@ from realhf.backends.training.torch_engine import TorchEngine
 from realhf.base.hf_config import VALUE_HEAD_FILE, decoder_problem, expert_problem
 from realhf.base.text import first_line
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Data types of weights, by the name in the options."""
 _HEADS = ("lm", "value")
 
 
@@ -46,9 +47,9 @@ class TorchBackend:
         Raises ModelLoadError, and ValueError for an unknown dtype or head, or a trainable role
         without an optimizer.
         """
-        if spec.dtype not in _DTYPES:
+        if spec.dtype not in DTYPES:
             raise ValueError(
-                f"{spec.role}.dtype {spec.dtype!r} is not one of {', '.join(sorted(_DTYPES))}"
+                f"{spec.role}.dtype {spec.dtype!r} is not one of {', '.join(sorted(DTYPES))}"
             )
         if spec.trainable and spec.optimizer is None:
             raise ValueError(f"{spec.role} is trainable but has no optimizer")
@@ -61,15 +62,9 @@ class TorchBackend:
         with explain_loading_oom(spec, self._device):
             return self._build_engine(
                 spec,
-                self._load_model(spec, _DTYPES[spec.dtype]),
+                self._load_model(spec, DTYPES[spec.dtype]),
                 load_tokenizer(spec.path, spec.role),
-                optimizer=spec.optimizer if spec.trainable else None,
-                total_train_steps=total_train_steps,
-                gradient_checkpointing=spec.gradient_checkpointing,
-                compile=spec.compile,
-                lora=spec.lora if spec.trainable else None,
-                path=spec.path,
-                kv_cache_gib=spec.engine.kv_cache_gib,
+                **engine_options(spec, total_train_steps),
             )
 
     def _load_model(self, spec: ModelSpec, dtype: torch.dtype) -> Any:
@@ -85,6 +80,19 @@ class TorchBackend:
     ) -> TorchEngine:
         """Create an engine for the loaded model. Backends with several workers override this."""
         return TorchEngine(model, tokenizer, role=spec.role, **options)
+
+
+def engine_options(spec: ModelSpec, total_train_steps: int) -> dict[str, Any]:
+    """Return the options of a role as arguments of its engine."""
+    return {
+        "optimizer": spec.optimizer if spec.trainable else None,
+        "total_train_steps": total_train_steps,
+        "gradient_checkpointing": spec.gradient_checkpointing,
+        "compile": spec.compile,
+        "lora": spec.lora if spec.trainable else None,
+        "path": spec.path,
+        "kv_cache_gib": spec.engine.kv_cache_gib,
+    }
 
 
 def explain_loading_oom(

@@ -195,6 +195,11 @@ class TorchEngine:
         """Communication with the engines of the other workers that train this model."""
         return self._ranks
 
+    @property
+    def optimizer(self) -> PolicyOptimizer | None:
+        """Optimizer of the weights that train; None for a frozen model."""
+        return self._optimizer
+
     def base(self) -> BaseEngine:
         """Return an engine of the frozen base model: this model without its adapters.
 

@@ -1,0 +1,124 @@
+"""``mode=check trace=true``: a step of a run's own models on a pretended GPU, beside the plan."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realhf.launch.__main__ import main
+from realhf.scheduler.gpus import visible_gpus
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(visible_gpus()), reason="a machine without a GPU is pretended"),
+]
+SHAPE = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+MATRICES = 2 * [(256, 256), (128, 256), (128, 256), (256, 256), *3 * [(512, 256)]]
+MATRIX_SIDES = [sum(shape) for shape in MATRICES]
+PARAMETERS = sum(map(math.prod, MATRICES)) + 4096 * 256 + 5 * 256 + 4 * 64
+"""Of that model."""
+GIB = 1 << 30
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    """A launch that trains a model whose folder has no weights."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "model.safetensors").touch()
+    runs = tmp_path / "runs"
+    return [f"actor.path={folder}", f"fileroot={runs}", "mode=check", "trace=true"]
+
+
+PARTS = ["weights", "masters", "gradients", "moments", "activations", "logits", "keys, values"]
+
+
+def table_of(printed: str) -> dict[str, dict[str, float]]:
+    """The table of a trace: GiB by call and by part of the memory."""
+    lines = iter(printed.partition("\ntrace: ")[2].splitlines()[1:])
+    assert re.split(r"\s{2,}", next(lines).strip()) == [*PARTS, "in all"]
+    rows: dict[str, dict[str, float]] = {}
+    for line in lines:
+        name, *cells = line.split()
+        rows[name] = dict(zip([*PARTS, "in all"], map(float, cells), strict=True))
+        if name == "plan":
+            return rows
+    raise AssertionError(printed)
+
+
+def near(parameters: int, bytes_each: int) -> Any:
+    return pytest.approx(parameters * bytes_each / GIB, abs=0.011)
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_a_step_is_traced_by_what_holds_the_memory(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], lora: int
+) -> None:
+    adapters = [f"actor.lora.rank={lora}"] if lora else []
+    given = ["experiment=grpo", "env=countdown", "ppo.kl_loss_coef=0.1", *adapters]
+    assert main([*given, *arguments]) == 0
+    printed, noted = capsys.readouterr()
+    assert "no GPU is visible here" in noted and "8 NVIDIA H100 80GB" in noted
+    assert "in bfloat16" in printed, "as on a machine with a GPU"
+    rows = table_of(printed)
+    assert rows.keys() == {"actor_gen", "ref_inf", "actor_train", "plan"}
+    train = rows["actor_train"]
+    for row in rows.values():
+        assert sum(row[part] for part in PARTS) == pytest.approx(row["in all"], abs=0.04)
+    trained = 4 * sum(MATRIX_SIDES) if lora else PARAMETERS
+    base = PARAMETERS if lora else 2 * PARAMETERS  # the reference has weights of its own
+    assert train["weights"] == near(base, 2)
+    assert train["masters"] == (0 if lora else near(PARAMETERS, 4))
+    assert train["gradients"] == near(trained, 4) and train["moments"] == near(trained, 8)
+    assert rows["actor_gen"]["keys, values"] > 0 == train["keys, values"]
+    assert rows["ref_inf"]["gradients"] == 0 < train["activations"] and train["logits"] > 0
+    for name, syncs in (("ref_inf", 1), ("actor_train", 29)):
+        found = re.search(rf"{name}: (\d+) kernels and (\d+) waits .*in a micro-batch", printed)
+        assert found and int(found[1]) > 100 and int(found[2]) <= syncs, printed
+    assert ("fp32 products" in printed) == bool(lora)
+
+
+def test_a_critic_has_its_own_memory(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["experiment=ppo", "env=countdown", "critic.path=actor", *arguments]) == 0
+    rows = table_of(capsys.readouterr().out)
+    assert rows["critic_train"]["moments"] == near(2 * PARAMETERS, 8), "the actor's as well"
+    assert rows["critic_train"]["gradients"] == near(PARAMETERS, 4)
+    assert rows["critic_train"]["logits"] < 0.02 < rows["actor_train"]["logits"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ("mode=run", "trace=true: only mode=check traces a step, not mode=run"),
+        ("actor.path=builtin", "trace=true: actor.path=builtin takes little memory"),
+        ("actor.path=owner/never-downloaded", "has no config.json here; .*`hf download owner/"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], changed: str, told: str
+) -> None:
+    kept = [each for each in arguments if not changed.startswith(f"{each.partition('=')[0]}=")]
+    assert main(["experiment=grpo", "env=countdown", *kept, changed]) == 2
+    assert re.search(f"^config error: .*{told}", capsys.readouterr().err, re.MULTILINE)
