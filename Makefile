@@ -67,7 +67,7 @@ help:
 	@echo "make test-ray  install Ray beside it and let it start host agents on this machine, and as root on network namespaces"
 	@echo "make test-jobset  install kubernetes-validate beside it and check the manifest for Kubernetes (CRD=definition of JobSet)"
 	@echo "make vllm-cuda  install vLLM for CUDA into .venv-vllm-cuda, where launches find it (ARGS=--dry-run only resolves the versions)"
-	@echo "make test-gpu  on a machine with a GPU: run the tests that need one, then measure and print a table (GPU_PYTHON=python3)"
+	@echo "make test-gpu  the first ten minutes on a machine with a GPU: kernels, tests, steps, vLLM, a run, and a report to send (ARGS=--gpu-device=cpu rehearses it, GPU_PYTHON=python3)"
 	@echo "make install  make .venv and install the project into it"
 
 install: $(STAMP)
@@ -361,11 +361,9 @@ test-compile: install
 	$(BIN)/python -m pytest -q -rs tests/backends/training/test_compiled_blocks.py --run-compile
 
 # GPU_PYTHON is a Python that has torch with CUDA and our other packages: nothing is installed then, and no network needed.
-# What the tests say does not keep the table from being made.
 test-gpu: GPU_RUN = $(or $(GPU_PYTHON),$(BIN)/python)
 test-gpu: $(if $(GPU_PYTHON),,install)
-	@code=0; $(GPU_RUN) -m pytest -q -rs --confcutdir=tests/gpu tests/gpu $(ARGS) || code=$$?; \
-	  PYTHONPATH=. $(GPU_RUN) benchmarks/gpu.py || code=$$?; exit $$code
+	@PYTHONPATH=. $(GPU_RUN) -m benchmarks.gpu_hour $(ARGS)
 
 .venv-atropos/.installed: | $(STAMP)
 	$(BIN)/python -m venv .venv-atropos
