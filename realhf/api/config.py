@@ -1113,7 +1113,13 @@ class ExperimentConfig:
         False,
         "With mode=check, run a step of the run's models, without their weights, on a pretended "
         "GPU, and print its memory by what holds it. On a machine without a GPU everything is "
-        "checked as for one with eight of 80 GB.",
+        "checked as for machine=8xH100.",
+        on_resume="free",
+    )
+    machine: str | None = option(
+        None,
+        "With mode=check, the machine to plan for instead of this one: COUNTxMODEL such as 8xH100, "
+        "cpu, or a file with what nvidia-smi printed there (docs/gpu.md).",
         on_resume="free",
     )
     recover_mode: RecoverMode = option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import floor
 
 import psutil
 
@@ -30,24 +31,27 @@ def allocate(
     allocation: AllocationConfig,
     gpu_count: int,
     elsewhere: Callable[[str], bool] | None = None,
+    plan: str = "",
 ) -> dict[str, tuple[int, ...]]:
     """Return the GPUs of each worker that computes, by worker name.
 
-    A GPU's number is its index among the ``gpu_count`` GPUs that this process sees. Each worker
-    gets one, but a worker that starts a server with tensor parallelism gets as
-    many as the server needs. Workers for which ``elsewhere`` returns True are omitted, because
-    their host assigns GPUs. If ``allocation.gpus`` is empty, the workers are spread over all GPUs.
-    In that case the result is empty, and workers see all GPUs, if there is at most one GPU, all
-    roles compute on the CPU, or there are too few for a server of several GPUs beside a trainer of
-    one. Raises ConfigError with the numbers of required and available GPUs.
+    A GPU's number is its index among the ``gpu_count`` GPUs that this process sees, or those of
+    another machine, which the user has named ``plan``. Each worker gets one, but a worker that
+    starts a server with tensor parallelism gets as many as the server needs. Workers for which
+    ``elsewhere`` returns True are omitted, because their host assigns GPUs. If ``allocation.gpus``
+    is empty, the workers are spread over all GPUs. In that case the result is empty, and workers
+    see all GPUs, if there is at most one GPU, all roles compute on the CPU, or there are too few
+    for a server of several GPUs beside a trainer of one. Raises ConfigError with the numbers of
+    required and available GPUs.
     """
-    assigned = _assign(spec, allocation, gpu_count, elsewhere)
+    count = _Count(gpu_count, plan)
+    assigned = _assign(spec, allocation, count, elsewhere)
     for model in spec.models.values():
         parallel_size = model.engine.tensor_parallel_size
         if parallel_size > 1 and 0 < gpu_count < parallel_size and elsewhere is None:
             raise ConfigError(
                 f"engine.tensor_parallel_size={parallel_size}: the server needs as many GPUs, "
-                f"{gpu_count} are visible here (those of {VISIBLE}, or else of this machine)"
+                f"{count.describe()}"
             )
         if assigned and parallel_size > 1 and elsewhere is not None:
             raise ConfigError(
@@ -55,16 +59,71 @@ def allocate(
                 f"scheduler of several hosts; start the server yourself and name it in "
                 f"engine.vllm_url"
             )
+    _check_servers(spec, assigned, gpu_count, elsewhere)
     return assigned
+
+
+@dataclass(frozen=True)
+class _Count:
+    """The number of GPUs of a machine."""
+
+    gpus: int
+    """The number."""
+    plan: str
+    """How the user named another machine; "" for this one."""
+
+    def describe(self, noun: str = "") -> str:
+        """Return the number, followed by ``noun``, as a part of an error message."""
+        if self.plan:
+            return f"machine={self.plan} has {self.gpus}{noun}"
+        return f"{self.gpus}{noun} are visible here (those of {VISIBLE}, or else of this machine)"
+
+
+def _check_servers(
+    spec: ExperimentSpec,
+    assigned: Mapping[str, tuple[int, ...]],
+    gpu_count: int,
+    elsewhere: Callable[[str], bool] | None,
+) -> None:
+    """Raise ConfigError for several vLLM servers on one GPU whose shares of its memory are more than
+    all of it: by default a server takes nearly all, or half of what a trainer leaves."""
+    model = spec.models[spec.rollout.role] if spec.rollout is not None else None
+    if (
+        spec.rollout is None
+        or model is None
+        or model.engine.name != "vllm"
+        or model.engine.vllm_url is not None
+        or not gpu_count
+    ):
+        return
+    on_gpu: dict[int, list[str]] = {}
+    for name in spec.rollout.workers:
+        if name.startswith("generation/") and (elsewhere is None or not elsewhere(name)):
+            for gpu in assigned.get(name, (0,)):
+                on_gpu.setdefault(gpu, []).append(name)
+    share = model.engine.gpu_memory_utilization
+    for gpu, names in on_gpu.items():
+        if len(names) > 1 and (share is None or share * len(names) > 1):
+            raise ConfigError(
+                f"async_rl.n_generation_workers={spec.rollout.options.n_generation_workers}: "
+                f"{len(names)} vLLM servers would share GPU {gpu}, and "
+                + (
+                    "each takes what it finds free"
+                    if share is None
+                    else f"each takes {share:g} of its memory (engine.gpu_memory_utilization)"
+                )
+                + f"; start fewer, or give each at most engine.gpu_memory_utilization="
+                f"{floor(100 / len(names)) / 100:g}"
+            )
 
 
 def _assign(
     spec: ExperimentSpec,
     allocation: AllocationConfig,
-    gpu_count: int,
+    count: _Count,
     elsewhere: Callable[[str], bool] | None,
 ) -> dict[str, tuple[int, ...]]:
-    """Return the GPUs of each worker as ``allocate`` does, for a known ``gpu_count``."""
+    """Return the GPUs of each worker as ``allocate`` does, of a known number of GPUs."""
     names = [f"model_worker/{index}" for index in range(spec.n_model_workers)]
     names += [
         name
@@ -75,7 +134,7 @@ def _assign(
     models = [name for name in local if name.startswith("model_worker/")]
     generators = local[len(models) :]
     if not allocation.gpus:
-        return _spread(spec, models, generators, gpu_count) if gpu_count else {}
+        return _spread(spec, models, generators, count) if count.gpus else {}
     gpus = list(allocation.gpus)
     trained = sum(_count_gpus(spec, name) for name in models)
     served = sum(_count_gpus(spec, name) for name in generators)
@@ -87,11 +146,9 @@ def _assign(
             f"{len(gpus)} are named"
             + ("; allocation.share=true runs generation on the GPUs of training" if further else "")
         )
-    if missing := [gpu for gpu in gpus if gpu >= gpu_count]:
+    if missing := [gpu for gpu in gpus if gpu >= count.gpus]:
         raise ConfigError(
-            f"allocation.gpus={gpus}: {gpu_count} GPUs are visible here (those of {VISIBLE}, or "
-            f"else of this machine), "
-            f"so there is no number {missing[0]}"
+            f"allocation.gpus={gpus}: {count.describe(' GPUs')}, so there is no number {missing[0]}"
         )
     share = allocation.share and bool(models)
     remaining = gpus[:trained] if share else gpus[trained:]
@@ -138,7 +195,7 @@ def _deal(
 
 
 def _spread(
-    spec: ExperimentSpec, models: list[str], generators: list[str], gpu_count: int
+    spec: ExperimentSpec, models: list[str], generators: list[str], count: _Count
 ) -> dict[str, tuple[int, ...]]:
     """Return the GPUs of each worker if ``allocation.gpus`` is empty: GPUs are assigned
     round-robin, to model workers first.
@@ -153,6 +210,7 @@ def _spread(
         if not str(model.backend_args.get("device", "auto")).startswith("cpu")
     ]
     parallel = [model for model in on_gpus if model.parallel.size > 1]
+    gpu_count = count.gpus
     if not on_gpus or not models:
         return {}
     trained = sum(_count_gpus(spec, name) for name in models)
@@ -168,9 +226,8 @@ def _spread(
             f"allocation.gpus=[]: {parallel[0].role} trains on {parallel[0].parallel.size} "
             f"workers, each with a GPU of "
             f"its own; {len(models)} model worker(s){further} need {needed} GPUs, "
-            f"{gpu_count} are visible here"
-            f"{advice}; an empty {VISIBLE} in the environment of the launcher keeps the run on the "
-            f"CPU"
+            f"{count.describe()}{advice}; an empty {VISIBLE} in the environment of the launcher "
+            f"keeps the run on the CPU"
         )
     tensor_parallel = any(model.engine.tensor_parallel_size > 1 for model in spec.models.values())
     if not parallel and (gpu_count == 1 or (tensor_parallel and gpu_count < needed)):
@@ -318,7 +375,9 @@ def find_shortages(needs: list[MemoryNeed], free: Mapping[int | None, int]) -> I
 def free_bytes(machine: Machine) -> dict[int | None, int]:
     """Return the free bytes of each device: of the host under the key None, within the limit of
     this process's control group, and of each of the machine's GPUs under its index, where they are
-    known."""
+    known. Those of another machine's host are not."""
+    if machine.plan:
+        return {**machine.free_bytes()}
     available = psutil.virtual_memory().available
     left = memory_left()
     return {None: available if left is None else min(available, left), **machine.free_bytes()}

@@ -189,23 +189,33 @@ def print_check(built: BuiltExperiment, arguments: Sequence[str] = ()) -> int:
 
 
 def _describe_machine(built: BuiltExperiment) -> Iterator[str]:
-    """Yield lines of text: which engine samples, and on this machine which worker gets which
+    """Yield lines of text: the machine's GPUs, which engine samples, and which worker gets which
     GPU."""
     spec = built.spec
+    machine = built.machine
+    if machine.gpus or machine.plan:
+        planned = f", as planned by machine={machine.plan}" if machine.plan else ""
+        yield f"machine: {machine.describe()}{planned}"
     sampling = spec.rollout.role if spec.rollout is not None else "actor"
     model = spec.models.get(sampling)
     if model is not None and (spec.rollout is not None or _samples(spec, sampling)):
-        yield f"samples: {_describe_engine(model)}"
-    gpus = _assign_gpus(spec, built.config, built.machine)
+        yield f"samples: {_describe_engine(model, machine)}"
+    gpus = _assign_gpus(spec, built.config, machine)
     if gpus:
         placed = (f"{name} on {' and '.join(map(str, numbers))}" for name, numbers in gpus.items())
-        yield f"GPUs: {', '.join(placed)}"
-    elif built.machine.gpus:
+        idle = len(machine.gpus) - len({number for numbers in gpus.values() for number in numbers})
+        unused = f"; idle: {idle} of {len(machine.gpus)} ({_LAYOUT_OPTIONS})" if idle else ""
+        yield f"GPUs: {', '.join(placed)}{unused}"
+    elif machine.gpus:
         yield "GPUs: all workers on GPU 0" + (
             ", a server also on the next ones"
             if model is not None and model.engine.tensor_parallel_size > 1
             else ""
         )
+
+
+_LAYOUT_OPTIONS = "actor.workers, async_rl.n_generation_workers, engine.tensor_parallel_size"
+"""Options that decide how many GPUs a run uses."""
 
 
 def _samples(spec: ExperimentSpec, role: str) -> bool:
@@ -216,13 +226,14 @@ def _samples(spec: ExperimentSpec, role: str) -> bool:
     ) or (evaluation is not None and evaluation.generates and evaluation.role == role)
 
 
-def _describe_engine(model: ModelSpec) -> str:
+def _describe_engine(model: ModelSpec, machine: Machine) -> str:
     engine = model.engine
     if engine.name != "vllm":
         return f"{engine.name}, in {model.dtype}"
     if engine.vllm_url is not None:
         return f"vllm at {engine.vllm_url}"
-    program = find_executable(engine.vllm_executable) or engine.vllm_executable
+    found = find_executable(engine.vllm_executable) or engine.vllm_executable
+    program = f"{engine.vllm_executable}, taken to be there" if machine.plan else found
     runner = "of its own choice" if engine.vllm_runner == "auto" else engine.vllm_runner.upper()
     size = engine.tensor_parallel_size
     shared = f", on {size} GPUs together" if size > 1 else ""
@@ -294,6 +305,7 @@ def _assign_gpus(
         spec,
         config.allocation,
         len(machine.gpus),
+        plan=machine.plan,
         elsewhere=elsewhere and partial(elsewhere, read_scheduler_options(config.scheduler)),
     )
 
@@ -397,6 +409,7 @@ LAUNCHER_OPTIONS = frozenset(
         "seed",
         "mode",
         "trace",
+        "machine",
         "recover_mode",
         "torch_threads",
     }

@@ -64,7 +64,7 @@ def check_config(config: ExperimentConfig, machine: Machine = NO_GPUS) -> None:
         *adapter_problems("actor", config.actor),
         *_served_expert_problems(config),
         *_other_model_problems(config),
-        *_host_problems(config),
+        *_host_problems(config, machine),
         *_machine_problems(config, machine),
     ]
     if lines:
@@ -100,15 +100,17 @@ def _served_expert_problems(config: ExperimentConfig) -> Iterator[str]:
         )
 
 
-def _host_problems(config: ExperimentConfig) -> Iterator[str]:
+def _host_problems(config: ExperimentConfig, machine: Machine) -> Iterator[str]:
     """Yield an error for each thing that is missing on this machine and that a run would need only
-    after some minutes: vLLM, trackers, a writable folder."""
+    after some minutes: vLLM, trackers, a writable folder. ``machine`` may be another one, whose
+    programs are not known."""
     engine = config.engine
     elsewhere = load_scheduler(config.scheduler.path).several_hosts
     if (
         engine.name == "vllm"
         and engine.vllm_url is None
         and not elsewhere
+        and not machine.plan
         and find_executable(engine.vllm_executable) is None
     ):
         yield (

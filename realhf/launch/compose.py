@@ -19,7 +19,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 from realhf.api.algorithm import is_user_algorithm
-from realhf.api.config import ConfigError, ExperimentConfig
+from realhf.api.config import ConfigError, ExperimentConfig, Mode
 from realhf.api.option import NamedOption, sections, walk
 from realhf.base.installation import CONFIGS
 from realhf.base.plugin import absolute_reference
@@ -35,9 +35,9 @@ from realhf.launch.plugins import (
     with_scheduler,
 )
 from realhf.launch.step_trace import choose_machine
-from realhf.launch.vllm_choice import choose_dtype, choose_engine, version_warnings
+from realhf.launch.vllm_choice import choose_dtype, choose_engine, row_warnings, version_warnings
 from realhf.registry import environments
-from realhf.scheduler.machine import NO_GPUS, Machine, read_machine
+from realhf.scheduler.machine import NO_GPUS, Machine, plan_machine, read_machine
 
 GROUPS = ("experiment", "model", "env", "scheduler")
 """Configuration groups, whose files are selected with ``GROUP=NAME``."""
@@ -179,13 +179,18 @@ def compose_config(
     }
     from_files = _options_in_yaml(config, schema, own_file, defaults)
     set_elsewhere = {*overridden, *(option for options in by_choice.values() for option in options)}
-    machine, pretended = choose_machine(config, read_machine() if machine is None else machine)
+    machine, pretended = choose_machine(config, _find_machine(config, machine))
     untrained = start_untrained(config, trains_on_file=hasattr(file.module, "build_on_rows"))
     given = {*set_elsewhere, *from_files}
     is_named_builtin = config.actor.path in BUILTIN_PATHS
     slow = choose_engine(config, given, machine, builtin=is_named_builtin)
     note = choose_dtype(config, given, machine, builtin=is_builtin(config.actor.path))
-    warnings = (untrained, slow, *version_warnings(config, machine))
+    warnings = (
+        untrained,
+        slow,
+        *version_warnings(config, machine),
+        *row_warnings(config, machine),
+    )
     config.trial_name = config.trial_name or make_trial_name()
     reverted = {option for option in schema.options_in(own_file) if option not in from_files}
     return ComposedConfig(
@@ -198,6 +203,22 @@ def compose_config(
         tuple(note for note in (pretended, note) if note),
         machine,
     )
+
+
+def _find_machine(config: ExperimentConfig, machine: Machine | None) -> Machine:
+    """Return the machine for which the options are checked: the one that ``machine=`` names, else
+    ``machine`` (None: this one). Raises ConfigError."""
+    if config.machine is None:
+        return read_machine() if machine is None else machine
+    if config.mode is not Mode.check:
+        raise ConfigError(
+            f"machine={config.machine}: has no effect with mode={config.mode.value}, which is for "
+            "this machine; mode=check plans for another one"
+        )
+    try:
+        return plan_machine(config.machine)
+    except ValueError as error:
+        raise ConfigError(f"machine={config.machine}: {error}") from None
 
 
 def make_trial_name() -> str:

@@ -11,15 +11,15 @@ from realhf.api.experiment import ExperimentSpec, InterfaceType
 from realhf.base.hf_config import MEMORY_PARTS, find_model_folder
 from realhf.launch.allocation import GIB, MemoryNeed, sum_parts
 from realhf.launch.checks import is_builtin
-from realhf.scheduler.machine import Gpu, Machine
+from realhf.scheduler.machine import KNOWN_GPUS, Gpu, Machine, plan_machine
 
 if TYPE_CHECKING:
     from realhf.backends.pretended.step_trace import BatchShape, StepTrace
 
-H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, 80 * GIB, (9, 0))
-"""GPU that is pretended on a machine without one."""
-N_GPUS = 8
-"""Number of GPUs of the pretended machine."""
+H100 = KNOWN_GPUS["H100"]
+"""GPU whose properties stand in for those of a GPU that are not known."""
+TRACED_MACHINE = "8xH100"
+"""Machine for which a step is traced where no GPU is visible and no machine is named."""
 
 
 def choose_machine(config: ExperimentConfig, machine: Machine) -> tuple[Machine, str]:
@@ -36,9 +36,14 @@ def choose_machine(config: ExperimentConfig, machine: Machine) -> tuple[Machine,
         )
     if machine.gpus:
         return machine, ""
-    return Machine((H100,) * N_GPUS), (
-        f"trace=true: no GPU is visible here, so all this is checked as on a machine with {N_GPUS} "
-        f"{H100.name} (allocation.gpus takes some of them)"
+    if machine.plan:
+        raise ConfigError(
+            f"machine={machine.plan}: has no GPU, and trace=true traces a step on one; name a "
+            f"machine with GPUs, such as {TRACED_MACHINE}"
+        )
+    return plan_machine(TRACED_MACHINE), (
+        f"trace=true: no GPU is visible here, so all this is checked as with "
+        f"machine={TRACED_MACHINE}"
     )
 
 

@@ -12,7 +12,13 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from realhf.api.config import EngineConfig, ExperimentConfig, ModelConfig, TeacherConfig
+from realhf.api.config import (
+    ConfigError,
+    EngineConfig,
+    ExperimentConfig,
+    ModelConfig,
+    TeacherConfig,
+)
 from realhf.api.option import sections
 from realhf.base.hf_config import head_size
 from realhf.base.installation import IMPORT_ROOT
@@ -31,6 +37,12 @@ OWN_ENVIRONMENT = ".venv-vllm-cuda"
 """Environment that ``make vllm-cuda`` makes, in the project's folder."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of attention heads that vLLM computes on a CPU. On CUDA it has a kernel for every size."""
+
+
+VARLEN_HEAD_SIZE = 256
+"""Largest attention head that torch's kernel for sequences of different lengths takes on CUDA."""
+VARLEN_HEAD_STEP = 8
+"""Number of which the size of its heads must be a multiple."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +109,17 @@ def choose_engine(
     time to start.
 
     Return a warning if the embedded engine is used on a GPU, else "". ``builtin`` says whether the
-    actor is the built-in policy.
+    actor is the built-in policy. Raises ConfigError for an option of vLLM where vLLM cannot sample.
     """
     engine = config.engine
     chosen = {"engine.name", "engine.kv_cache_gib"} & {*user_options}
     warning = ""
     if not chosen and not builtin and machine.gpus:
-        if reason := _find_obstacle(config):
+        if reason := _find_obstacle(config, machine):
+            for name in _VLLM_OPTIONS:
+                value = getattr(engine, name)
+                if value != getattr(EngineConfig, name):
+                    raise ConfigError(f"engine.{name}={value}: is an option of vLLM, {reason}")
             warning = (
                 "engine.name=embedded copies all keys and values of a row for every token that it "
                 f"samples on a GPU, so that generation is many times as slow as with vLLM, {reason}"
@@ -112,15 +128,21 @@ def choose_engine(
             engine.name = "vllm"
     if engine.name == "vllm" and engine.vllm_url is None:
         executable = find_executable(engine.vllm_executable)
-        if executable is not None and shutil.which(engine.vllm_executable) is None:
+        is_own = executable is not None and shutil.which(engine.vllm_executable) is None
+        if is_own and not machine.plan:
             engine.vllm_executable = str(executable)
         if "rpc.connect_timeout_s" not in user_options:
             config.rpc.connect_timeout_s = max(VLLM_START_S, config.rpc.connect_timeout_s)
     return warning
 
 
-def _find_obstacle(config: ExperimentConfig) -> str:
-    """Return why vLLM cannot sample in this experiment, as a relative clause; "" if it can."""
+_VLLM_OPTIONS = ("tensor_parallel_size", "gpu_memory_utilization", "vllm_runner", "max_model_len")
+"""Options of a server that the run starts."""
+
+
+def _find_obstacle(config: ExperimentConfig, machine: Machine) -> str:
+    """Return why vLLM cannot sample in this experiment, as a relative clause; "" if it can. Another
+    machine that is planned for is taken to have it."""
     engine = config.engine
     if config.actor.experts:
         return "which cannot load weights of experts from the trainer"
@@ -129,7 +151,8 @@ def _find_obstacle(config: ExperimentConfig) -> str:
             "which serves an actor of several workers in asynchronous experiments only "
             "(async_rl.enabled=true)"
         )
-    if engine.vllm_url is None and find_executable(engine.vllm_executable) is None:
+    is_installed = machine.plan or find_executable(engine.vllm_executable) is not None
+    if engine.vllm_url is None and not is_installed:
         return (
             f"which is not here (engine.vllm_executable={engine.vllm_executable}): "
             "`make vllm-cuda` installs it"
@@ -169,6 +192,39 @@ def choose_dtype(
     )
 
 
+def row_warnings(config: ExperimentConfig, machine: Machine) -> Iterator[str]:
+    """Yield a warning for each trained role of bfloat16 whose rows are padded on the machine's GPUs,
+    because torch's kernel for sequences of different lengths does not take them."""
+    if not machine.gpus:
+        return
+    paths = set()
+    for role, model in sections(config):
+        if not isinstance(model, ModelConfig) or model.dtype != "bfloat16" or not model.path:
+            continue
+        if not machine.multiplies_bfloat16:
+            capability, needed = map(_write_capability, (machine.capability, BFLOAT16_CAPABILITY))
+            yield (
+                f"{role}.dtype=bfloat16: a GPU {machine.place} has compute capability {capability} "
+                f"and emulates bfloat16, which GPUs multiply from {needed} on; rows are padded, and "
+                f"{role}.dtype=float32 is as fast"
+            )
+        # Sections of roles that the experiment does not have refer to the actor.
+        if model.path in ("actor", *paths):
+            continue
+        paths.add(model.path)
+        size = head_size(model.path)
+        if size is not None and (size > VARLEN_HEAD_SIZE or size % VARLEN_HEAD_STEP):
+            yield (
+                f"{role}.path={model.path}: its attention heads have size {size}, and torch's kernel "
+                f"for rows without padding takes multiples of {VARLEN_HEAD_STEP} up to "
+                f"{VARLEN_HEAD_SIZE}; rows are padded"
+            )
+
+
+def _write_capability(capability: tuple[int, int] | None) -> str:
+    return ".".join(map(str, capability or ()))
+
+
 def machine_problems(config: ExperimentConfig, machine: Machine) -> Iterator[str]:
     """Yield an error for each option that the machine, or the vLLM on it, cannot follow."""
     engine = config.engine
@@ -176,20 +232,17 @@ def machine_problems(config: ExperimentConfig, machine: Machine) -> Iterator[str
         return
     dtype = config.actor.dtype
     if machine.gpus and dtype == "bfloat16" and not machine.multiplies_bfloat16:
-        capability, needed = (
-            ".".join(map(str, pair)) for pair in (machine.capability or (), BFLOAT16_CAPABILITY)
-        )
+        capability, needed = map(_write_capability, (machine.capability, BFLOAT16_CAPABILITY))
         yield (
-            f"actor.dtype={dtype}: a GPU here has compute capability {capability}, and vLLM "
+            f"actor.dtype={dtype}: a GPU {machine.place} has compute capability {capability}, and vLLM "
             f"computes in bfloat16 from {needed}; use actor.dtype=float32 or engine.name=embedded"
         )
     if not machine.gpus and engine.vllm_runner == "v2":
         yield (
             "engine.vllm_runner=v2: Model Runner V2 needs Triton and a GPU, and no GPU is visible "
-            "here; use engine.vllm_runner=auto"
+            f"{machine.place}; use engine.vllm_runner=auto"
         )
-    executable = find_executable(engine.vllm_executable)
-    installed = read_installed(executable) if executable is not None else None
+    installed = _find_installed(config, machine)
     if installed is not None:
         yield from _version_problems(engine, installed, machine)
     size = head_size(config.actor.path)
@@ -199,6 +252,16 @@ def machine_problems(config: ExperimentConfig, machine: Machine) -> Iterator[str
             f"{size}, and vLLM computes {', '.join(map(str, CPU_HEAD_SIZES))} on a CPU; use "
             "engine.name=embedded"
         )
+
+
+def _find_installed(config: ExperimentConfig, machine: Machine) -> InstalledVllm | None:
+    """Return the vLLM of which the run starts servers; None if it starts none, or if nothing is
+    known of it."""
+    engine = config.engine
+    if engine.name != "vllm" or engine.vllm_url is not None or machine.plan:
+        return None
+    executable = find_executable(engine.vllm_executable)
+    return read_installed(executable) if executable is not None else None
 
 
 def _version_problems(
@@ -227,12 +290,7 @@ def version_warnings(config: ExperimentConfig, machine: Machine) -> Iterator[str
     """Yield a warning for a vLLM that is newer than those that were looked at, or that has another
     torch than the trainer, on a GPU."""
     engine = config.engine
-    executable = (
-        find_executable(engine.vllm_executable)
-        if engine.name == "vllm" and engine.vllm_url is None
-        else None
-    )
-    installed = read_installed(executable) if executable is not None else None
+    installed = _find_installed(config, machine)
     if installed is None:
         return
     option = f"engine.vllm_executable={engine.vllm_executable}"

@@ -28,6 +28,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "experiment_path": "the file of the experiment, before there is a configuration "
         "(tests/launch/test_experiments.py)",
         "mode": "the launcher runs, checks or prints the graph (tests/launch/test_compose.py)",
+        "machine": "which machine a check plans for (tests/launch/test_planned_machines.py)",
         "torch_threads": f"threads of a model worker; {UNSHOWN}",
         "recover_mode": "whether the launcher goes on after a checkpoint "
         "(tests/launch/test_resume.py)",

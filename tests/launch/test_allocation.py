@@ -137,6 +137,9 @@ def test_a_server_on_several_gpus_has_them_to_itself_if_there_are_enough():
     names = ("model_worker/0", "model_worker/1", "generation/0", "generation/1")
     gpus = ((0,), (1,), (2, 3), (4, 5))
     assert allocate(spec, AllocationConfig(), 8) == dict(zip(names, gpus, strict=True))
+    with pytest.raises(ConfigError, match="2 vLLM servers would share GPU 6, and each takes what"):
+        allocate(spec, AllocationConfig(gpus=[6, 7], share=True), 8)
+    spec = spec_of(*tensor_parallel, *several, "engine.gpu_memory_utilization=0.3")
     shared = allocate(spec, AllocationConfig(gpus=[6, 7], share=True), 8)
     assert shared == dict(zip(names, ((6,), (7,), (6, 7), (6, 7)), strict=True))
 

@@ -163,7 +163,9 @@ def test_a_check_says_which_engine_samples_and_who_gets_which_gpu(
         2: "GPUs: model_worker/0 on 0, generation/0 on 1",
         4: "GPUs: model_worker/0 on 0, model_worker/1 on 1, generation/0 on 2, generation/1 on 3",
     }
-    assert expected[min(gpus, 4)] in lines
+    (placed,) = (line for line in lines if line.startswith("GPUs: "))
+    assert placed.partition(";")[0] == expected[min(gpus, 4)]
+    assert ("idle: 4 of 8" in placed) == (gpus == 8)
     engine = f"samples: vllm ({programs / 'vllm'}), model runner of its own choice, in bfloat16"
     assert engine in lines
     assert any(f"actor with learning rate 1e-06 in bfloat16, from {model}" in x for x in lines)

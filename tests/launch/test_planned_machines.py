@@ -1,0 +1,414 @@
+"""What ``mode=check`` says of machines with 1, 2, 4 and 8 GPUs, through the launcher's own entry: which
+engine samples, which GPU is for whom, what its memory holds, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import huggingface_hub.constants
+import pytest
+
+from realhf.backends.builtin_policy import train_tokenizer
+from realhf.launch import vllm_choice
+from realhf.launch.__main__ import main
+from realhf.launch.compose import compose_config
+from realhf.scheduler.machine import KNOWN_GPUS, QUERY, Machine, plan_machine
+from tests.api.chat.templates import QWEN3 as QWEN3_TEMPLATE
+from tests.docs.commands import ROOT, commands_of
+from tests.docs.test_commands import launched
+from tests.docs.test_recipes import SHAPES
+
+RECIPES = ROOT / "docs" / "recipes.md"
+GPU_PAGE = ROOT / "docs" / "gpu.md"
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+SYNC = "experiment=grpo env=countdown model=qwen3_0_6b"
+ASYNC = "experiment=grpo_async env=countdown model=qwen3_0_6b"
+TWO = "actor.workers=[0,1] actor.backend=fsdp2"
+FOUR = "actor.workers=[0,1,2,3] actor.backend=fsdp2"
+
+
+class Plan(NamedTuple):
+    """What a check has printed."""
+
+    code: int
+    lines: list[str]
+    said: list[str]
+    """Warnings, notes and errors."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is warned of besides too little memory."""
+        start = "warning: "
+        found = [line.removeprefix(start) for line in self.said if line.startswith(start)]
+        return [line for line in found if not line.startswith("GPU ")]
+
+    def line(self, name: str) -> str:
+        """The line of this name, without the name; "" if there is none."""
+        found = [line for line in self.lines if line.startswith(f"{name}: ")]
+        assert len(found) <= 1
+        return found[0].removeprefix(f"{name}: ") if found else ""
+
+    @property
+    def engine(self) -> str:
+        return re.split(r"[ ,]", self.line("samples"))[0]
+
+    @property
+    def gpus(self) -> dict[str, list[int]]:
+        """GPUs by worker."""
+        pairs = re.findall(r"(\w+/\d+) on ((?:\d+(?: and )?)+)", self.line("GPUs"))
+        return {name: [int(number) for number in text.split(" and ")] for name, text in pairs}
+
+    @property
+    def memory(self) -> dict[tuple[str, str, str], float]:
+        """GiB in all by process, role and device."""
+        found = {}
+        for line in self.lines:
+            if parts := re.fullmatch(r"  (\S+) (\w+) \(([\w ]+)\): .* = ([\d.e+]+)", line):
+                found[parts[1], parts[2], parts[3]] = float(parts[4])
+        return found
+
+    @property
+    def devices(self) -> dict[str, tuple[float, float | None]]:
+        """GiB in all and GiB free, by device."""
+        found = {}
+        for line in self.lines:
+            if parts := re.match(r"  (GPU \d+|host): ([\d.]+) in all(?:, ([\d.]+) free)?", line):
+                found[parts[1]] = (float(parts[2]), float(parts[3]) if parts[3] else None)
+        return found
+
+
+Check = Callable[..., Plan]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working folder with the models that the commands name, as far as a check reads them."""
+    folder = tmp_path_factory.mktemp("planned")
+    real = folder / "models" / "smollm2_135m"
+    real.mkdir(parents=True)
+    (real / "config.json").write_text(json.dumps(SMOLLM2))
+    (real / "model.safetensors").write_bytes(b"")
+    tokenizer = train_tokenizer((), 400, 8192)
+    tokenizer.chat_template = QWEN3_TEMPLATE
+    tokenizer.save_pretrained(real)
+    for name, shape in SHAPES.items():
+        cached = folder / "hub" / f"models--{name.replace('/', '--')}"
+        for path, text in (
+            ("refs/main", "abc"),
+            ("snapshots/abc/config.json", json.dumps(shape)),
+        ):
+            (cached / path).parent.mkdir(parents=True)
+            (cached / path).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def check(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Check:
+    """Return a function that checks options on a planned machine. No vLLM is installed here."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setattr(vllm_choice, "IMPORT_ROOT", tmp_path)
+
+    def run(machine: str, *options: str) -> Plan:
+        words = [word for text in options for word in shlex.split(text)]
+        code = main([*words, "mode=check", *([f"machine={machine}"] if machine else [])])
+        out, err = capsys.readouterr()
+        return Plan(code, out.splitlines(), err.splitlines())
+
+    return run
+
+
+def recipes() -> list[str]:
+    """The options of every recipe of the page: of its launches, and of its targets of ``make``."""
+    makefile = (ROOT / "Makefile").read_text()
+    found = []
+    for command in commands_of(RECIPES):
+        if command.program == "make":
+            (target, *_) = command.arguments
+            rule = re.search(rf"^{target}: .*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+            if rule is None or "realhf.launch" not in rule[1]:
+                continue
+            recipe = rule[1].replace("\\\n", " ").partition("realhf.launch")[2]
+            words = re.sub(r"\$\([^)]*\)", "", recipe).split()
+            found.append(
+                " ".join(word for word in words if not word.startswith(("seed=", "trial_name=")))
+            )
+        elif (options := launched(command)) is not None:
+            found.append(" ".join(f"'{word}'" if "[" in word else word for word in options))
+    return list(dict.fromkeys(found))
+
+
+def trained_alone(recipe: str) -> bool:
+    """Whether the policy of a recipe is the built-in one."""
+    return "model=" not in recipe and "actor.path=" not in recipe
+
+
+def test_the_page_has_a_command_for_each_recipe() -> None:
+    rows = [line for line in RECIPES.read_text().splitlines() if line.startswith("| ")]
+    count = next(number for number, row in enumerate(rows[1:]) if row.startswith("| tier"))
+    assert len(recipes()) == count == 8
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("machine", ["1xH100", "2xH100", "4xH100", "8xH100"])
+@pytest.mark.parametrize("recipe", recipes())
+def test_every_recipe_is_planned_on_every_machine(check: Check, recipe: str, machine: str) -> None:
+    plan = check(machine, recipe)
+    assert plan.code == 0
+    count = int(machine[0])
+    assert plan.line("machine").startswith(f"{count} x NVIDIA H100 80GB HBM3 (79.6 GiB, capability")
+    small = trained_alone(recipe)
+    assert plan.engine == ("embedded" if small else "vllm")
+    dtype = "float32" if small else "bfloat16"
+    assert f" in {dtype}" in plan.line("samples") and f" in {dtype}" in plan.line("trains")
+    assert plan.warnings == []
+    servers = "experiment=grpo_aws_async" in recipe
+    if count == 1:
+        assert plan.line("GPUs") == "all workers on GPU 0"
+    else:
+        expected = {"model_worker/0": [0]} | ({"generation/0": [1]} if servers else {})
+        assert plan.gpus == expected
+        idle = count - 1 - servers
+        assert plan.line("GPUs").endswith(")" if idle else "on 1")
+        assert (f"idle: {idle} of {count} (" in plan.line("GPUs")) == bool(idle)
+    used = {f"GPU {number}" for numbers in plan.gpus.values() for number in numbers} or {"GPU 0"}
+    assert {device for _, _, device in plan.memory} == plan.devices.keys() == used
+    for needed, free in plan.devices.values():
+        assert needed > 0 and free == 79.02
+
+
+class Layout(NamedTuple):
+    """A row of the page's table of layouts."""
+
+    machine: str
+    options: str
+    engine: str
+    trainers: str
+    servers: str
+
+
+def layouts() -> list[Layout]:
+    """The rows of the page's table of layouts."""
+    table = GPU_PAGE.read_text().partition("| machine | options |")[2].partition("\n\n")[0]
+    rows = []
+    for line in table.splitlines()[2:]:
+        machine, options, engine, trainers, servers = (
+            cell.strip() for cell in line.strip("|").split("|")
+        )
+        (command,) = re.findall("`([^`]+)`", options)
+        rows.append(Layout(machine.strip("`"), command, engine, trainers, servers))
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("layout", layouts())
+def test_usual_layouts_are_planned_as_the_page_says(check: Check, layout: Layout) -> None:
+    plan = check(layout.machine, "env=countdown", layout.options)
+    assert plan.code == 0 and plan.engine == layout.engine.partition(",")[0]
+    expected = ["engine.name=embedded"] * layout.engine.endswith("with a warning")
+    assert [line.split(" ")[0] for line in plan.warnings] == expected
+    if layout.machine == "cpu":
+        assert plan.line("machine") == "no GPU, as planned by machine=cpu"
+        assert not plan.line("GPUs") and plan.devices.keys() == {"host"}
+        assert plan.devices["host"][1] is None, "of that host nothing is known"
+        return
+    if layout.machine.startswith("1x"):
+        assert plan.line("GPUs") == "all workers on GPU 0" and not plan.gpus
+        assert layout.trainers == layout.servers == "0"
+    else:
+        written = {
+            kind: ", ".join(
+                "+".join(map(str, numbers))
+                for name, numbers in plan.gpus.items()
+                if name.startswith(kind)
+            )
+            for kind in ("model_worker/", "generation/")
+        }
+        assert [*written.values()] == [layout.trainers, layout.servers]
+        assert "idle" not in plan.line("GPUs")
+        assert len({number for numbers in plan.gpus.values() for number in numbers}) == int(
+            layout.machine[0]
+        )
+    for process, _, device in plan.memory:
+        assert device == f"GPU {plan.gpus.get(process, [0])[0]}"
+    assert all(needed > 0 and free == 79.02 for needed, free in plan.devices.values())
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("machine", "options", "said"),
+    [
+        (
+            "2xH100",
+            f"{ASYNC} {TWO}",
+            r"allocation.gpus=\[\]: actor trains on 2 workers, .*2 model worker\(s\) and 1 generation "
+            r"worker\(s\) need 3 GPUs, machine=2xH100 has 2; allocation.gpus with allocation.share",
+        ),
+        (
+            "8xH100",
+            f"{ASYNC} {FOUR} async_rl.n_generation_workers=4 engine.tensor_parallel_size=2",
+            r"allocation.gpus=\[\]: .*\(of 2 GPUs each, engine.tensor_parallel_size\) need 12 GPUs, "
+            "machine=8xH100 has 8",
+        ),
+        (
+            "1xH100",
+            f"{ASYNC} engine.tensor_parallel_size=2",
+            "engine.tensor_parallel_size=2: the server needs as many GPUs, machine=1xH100 has 1$",
+        ),
+        (
+            "8xH100",
+            f"{SYNC} {FOUR} engine.tensor_parallel_size=2",
+            "engine.tensor_parallel_size=2: is an option of vLLM, which serves an actor of several "
+            r"workers in asynchronous experiments only \(async_rl.enabled=true\)",
+        ),
+        (
+            "4xH100",
+            f"{SYNC} {TWO} engine.name=vllm",
+            "engine.name=vllm: a synchronous run serves actor on one worker",
+        ),
+        (
+            "2xH100",
+            f"{ASYNC} async_rl.n_generation_workers=3",
+            "async_rl.n_generation_workers=3: 3 vLLM servers would share GPU 1, and each takes what "
+            "it finds free; start fewer, or give each at most engine.gpu_memory_utilization=0.33",
+        ),
+        (
+            "1xH100",
+            f"{ASYNC} async_rl.n_generation_workers=2 engine.gpu_memory_utilization=0.6",
+            r"async_rl.n_generation_workers=2: 2 vLLM servers would share GPU 0, and each takes 0.6 of "
+            r"its memory \(engine.gpu_memory_utilization\)",
+        ),
+        (
+            "2xH100",
+            f"{ASYNC} allocation.gpus=[0,2]",
+            r"allocation.gpus=\[0, 2\]: machine=2xH100 has 2 GPUs, so there is no number 2$",
+        ),
+        (
+            "1xT4",
+            SYNC,
+            "actor.dtype=bfloat16: a GPU of machine=1xT4 has compute capability 7.5, and vLLM computes "
+            "in bfloat16 from 8.0; use actor.dtype=float32 or engine.name=embedded",
+        ),
+        (
+            "1xH100",
+            f"{SYNC} actor.dtype=float16",
+            r"actor.dtype=float16: unknown \(known: float32, bfloat16\)",
+        ),
+        (
+            "cpu",
+            f"{SYNC} engine.name=vllm engine.vllm_runner=v2",
+            "engine.vllm_runner=v2: Model Runner V2 needs Triton and a GPU, and no GPU is visible of",
+        ),
+        (
+            "4xH100",
+            f"{ASYNC} {TWO} actor.lora.rank=8",
+            "actor.lora.rank=8: backend fsdp2 cuts a model of which all weights train",
+        ),
+        (
+            "4xH100",
+            f"{ASYNC} {TWO} actor.optimizer.offload=true",
+            "actor.optimizer.offload=true: backend fsdp2 cuts moments over workers",
+        ),
+        ("8xH900", SYNC, r"machine=8xH900: there is no record of a GPU 'H900' \(known are B200, "),
+        ("0xH100", SYNC, "machine=0xH100: plans for 1 to 64 GPUs, and `cpu` for a machine without"),
+        (
+            "there.csv",
+            SYNC,
+            "machine=there.csv: neither COUNTxMODEL, such as 8xH100 .*No such file",
+        ),
+    ],
+)
+def test_what_a_machine_cannot_do_is_refused_in_one_line(
+    check: Check, machine: str, options: str, said: str
+) -> None:
+    plan = check(machine, options)
+    assert plan.code == 2 and plan.lines == []
+    (line,) = plan.said
+    assert re.match(f"config error: {said}", line), line
+
+
+@pytest.mark.slow
+def test_what_a_machine_does_badly_is_warned_of(check: Check, folder: Path, tmp_path: Path) -> None:
+    emulated = check("1xT4", SYNC, "engine.name=embedded")
+    assert emulated.code == 0 and emulated.warnings == [
+        "actor.dtype=bfloat16: a GPU of machine=1xT4 has compute capability 7.5 and "
+        "emulates bfloat16, which GPUs multiply from 8.0 on; rows are padded, and "
+        "actor.dtype=float32 is as fast"
+    ]
+    for size, warned in ((512, True), (100, True), (256, False)):
+        model = tmp_path / f"heads-{size}"
+        model.mkdir()
+        for file in (folder / "models" / "smollm2_135m").iterdir():
+            (model / file.name).symlink_to(file)
+        (model / "config.json").unlink()
+        (model / "config.json").write_text(json.dumps(SMOLLM2 | {"head_dim": size}))
+        plan = check("1xH100", f"experiment=grpo env=countdown actor.path={model}")
+        assert plan.code == 0 and len(plan.warnings) == warned
+        assert all(
+            line.startswith(
+                f"actor.path={model}: its attention heads have size {size}, and torch's"
+            )
+            for line in plan.warnings
+        )
+
+
+@pytest.mark.slow
+def test_a_machine_is_planned_from_what_its_driver_printed(check: Check, tmp_path: Path) -> None:
+    there = tmp_path / "there.csv"
+    there.write_text(
+        "0, GPU-a, NVIDIA A100-SXM4-80GB, 81920, 40960, 8.0\n"
+        "1, GPU-b, NVIDIA L4, 23034, 22500, 8.9\n"
+    )
+    plan = check(str(there), ASYNC)
+    assert plan.line("machine").startswith(
+        "1 x NVIDIA A100-SXM4-80GB (80.0 GiB, capability 8.0), 1 x NVIDIA L4 (22.5 GiB"
+    )
+    assert plan.gpus == {"model_worker/0": [0], "generation/0": [1]}
+    assert [free for _, free in plan.devices.values()] == [40.0, 21.97]
+    there.write_text("NVIDIA-SMI has failed\n")
+    (line,) = check(str(there), ASYNC).said
+    assert line.endswith(f"the file holds something else than what `{' '.join(QUERY)}` prints")
+    assert " ".join(QUERY) in GPU_PAGE.read_text()
+
+
+@pytest.mark.slow
+def test_only_a_check_plans_for_another_machine(check: Check) -> None:
+    with pytest.raises(ValueError, match="mode=graph"):
+        compose_config([*ASYNC.split(), "mode=graph", "machine=8xH100"])
+    here = check("", ASYNC)
+    assert here.code == 0 and not here.line("machine") and here.engine == "embedded"
+    assert here.devices["host"][1] is not None
+
+
+def test_known_gpus_are_those_of_the_page() -> None:
+    (names,) = re.findall(r"`COUNTxMODEL` \(([^)]+)\)", GPU_PAGE.read_text().replace("\n", " "))
+    assert names.split(", ") == [*KNOWN_GPUS]
+    assert plan_machine("2xrtx4090") == Machine((KNOWN_GPUS["RTX4090"],) * 2, "2xrtx4090")
+    assert plan_machine("cpu") == Machine(plan="cpu")
+    total = KNOWN_GPUS["H100"].total_bytes
+    assert total is not None and total >> 20 == 81559
