@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -282,13 +283,28 @@ def compute_learning_rate(config: OptimizerConfig, version: int, total_steps: in
     return config.lr
 
 
+@torch.no_grad()
+def _move_gradient(master: nn.Parameter, parameter: Tensor) -> None:
+    """Add the gradient of a parameter to that of its master weight, and clear it."""
+    gradient = parameter.grad
+    if gradient is None:
+        return
+    parameter.grad = None
+    if master.grad is None:
+        master.grad = gradient.float()
+    else:
+        master.grad.add_(gradient)
+
+
 class PolicyOptimizer:
     """AdamW optimizer of a module's trainable parameters.
 
     Parameters in a narrower dtype than fp32 get fp32 master weights, because bf16 would round small
-    updates away. Biases and norms (one dimension) have no weight decay. With ``config.offload`` the
-    moments are in ``memory`` (None: pinned host memory); raises ValueError if the device is not a
-    CUDA device.
+    updates away. A backward pass adds their gradients to those of the master weights, in fp32, as
+    soon as each is complete (with sharded weights, once it is summed over the ranks), so that the
+    gradients of the whole model are in memory once. Biases and norms (one dimension) have no weight
+    decay. With ``config.offload`` the moments are in ``memory`` (None: pinned host memory); raises
+    ValueError if the device is not a CUDA device.
     """
 
     def __init__(
@@ -310,6 +326,9 @@ class PolicyOptimizer:
             p if p.dtype == torch.float32 else nn.Parameter(p.detach().float().clone())
             for p in self._parameters
         ]
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            if master is not parameter:
+                parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
         self._adamw = torch.optim.AdamW(
             [
                 {
@@ -373,22 +392,6 @@ class PolicyOptimizer:
         self.zero_grad()
         for master, gradient in zip(self._masters, copied, strict=True):
             master.grad = gradient
-
-    @torch.no_grad()
-    def accumulate(self) -> None:
-        """Add the gradients of one micro-batch to those of the master weights.
-
-        The sum is in fp32 to avoid rounding. Parameters that are their own master weights
-        accumulate in place.
-        """
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
-            if master is not parameter and parameter.grad is not None:
-                master.grad = (
-                    parameter.grad.float()
-                    if master.grad is None
-                    else master.grad.add_(parameter.grad)
-                )
-                parameter.grad = None
 
     def gradient_norm(self) -> float:
         """Return the global L2 norm of the gradients before clipping, computed in fp32; 0 without a

@@ -385,7 +385,7 @@ class TorchEngine:
         """
         self.release_generation()  # Training needs the memory, and the weights of the cache are about to change.
         with self._use_training_mode(), self._threads.computing():
-            account = self._run_passes(sample, loss_fn, spec, normaliser, optimizer.accumulate)
+            account = self._run_passes(sample, loss_fn, spec, normaliser)
             results = account.sum_over(self._ranks)
             self._ranks.sum_gradients(optimizer.masters)
         return results
@@ -405,10 +405,8 @@ class TorchEngine:
         loss_fn: LossFn,
         spec: MicroBatchSpec,
         normaliser: float,
-        accumulate: Callable[[], None],
     ) -> StepAccount:
-        """Run the forward and backward passes of this rank; ``accumulate`` is called after each
-        backward pass."""
+        """Run the forward and backward passes of this rank."""
         account = StepAccount(_count_predictions(sample))
         parts = self._split(sample, spec)
         n_extra = self._count_extra_passes(parts)
@@ -431,12 +429,10 @@ class TorchEngine:
                 loss = self._run_pass(part.is_empty, lambda part=part: compute_loss(part))
                 if loss.requires_grad:
                     loss.backward()
-                    accumulate()
                     account.backward = True
             self._heap.trim_after_pass(part.positions)
         for _ in range(n_extra):
             self._run_pass(False, self._forward.run_zero_pass).backward()
-            accumulate()
         return account
 
     def _split(self, sample: SequenceSample, spec: MicroBatchSpec) -> list[MicroBatch]:

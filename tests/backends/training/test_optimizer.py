@@ -90,8 +90,7 @@ def trained(optimizer: PolicyOptimizer, module: nn.Module, steps: range) -> list
         for number, parameter in enumerate(module.parameters()):
             gradient = torch.randn(parameter.shape).to(parameter.dtype)
             if step or number != 4:
-                parameter.grad = gradient
-        optimizer.accumulate()
+                parameter.backward(gradient)
         optimizer.step(step, optimizer.gradient_norm())
     return [parameter.detach().clone() for parameter in module.parameters()]
 
