@@ -82,6 +82,8 @@ def test_a_run_leaves_what_it_promised(root, streamed):
         "admission/accepted",
         "admission/version",
         "time/episode/p99",
+        "time/weights",
+        "device/actor_train/peak_bytes",
         "generation/tokens_per_second",
         "generation/weight_pause_ms",
         "training/occupancy",

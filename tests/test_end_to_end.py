@@ -141,6 +141,13 @@ def test_a_run_trains_and_leaves_what_it_promised(root, first):
     assert all(row["mismatch/abs_mean"] < 1e-3 for row in first)
     assert not undescribed(first) and len(first[-1]) > 60
     assert all(0 < row["policy/entropy"] < 6 for row in first), "at most log 400"
+    of_the_device = {name for name in first[-1] if name.startswith("device/")}
+    assert of_the_device == {
+        "device/actor_train/tokens_per_second",
+        "device/actor_train/peak_bytes",
+    }
+    assert all(row["device/actor_train/tokens_per_second"] > 0 for row in first)
+    assert "throughput/tokens_per_second_per_gpu" not in first[-1], "without a GPU"
     run = root / "grpo_aws" / "first"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["heldout_episodes"] == 4 and set(summary["heldout_success_after"]) == {

@@ -502,7 +502,8 @@ class MasterWorker:
         episodes = [text for stats in report.stats.values() for text in stats.get("episodes", [])]
         metrics |= await self._steps.step_metrics(report)
         episodes += self._steps.list_transcripts(report)
-        if gpu_count := self._count_gpus(report):
+        on_gpu = any("device_reserved_bytes" in stats for stats in report.stats.values())
+        if gpu_count := count_gpus(self._plan, on_gpu=on_gpu):
             metrics["tokens_per_second_per_gpu"] = metrics["tokens_per_second"] / gpu_count
         metrics |= self._host_load.measure(self._rpc.loads())
         self._log.record_step(step, public_names(metrics, **self._named_calls), episodes)
@@ -511,19 +512,6 @@ class MasterWorker:
                 self._log.record_skipped(step, call.mfc, call.ids, call.stats)
             if "stop" in call.stats:
                 raise RuntimeError(f"{call.mfc} ended the run at step {step}: {call.stats['stop']}")
-
-    def _count_gpus(self, report: StepReport) -> int:
-        """Return the number of GPUs on which the run's workers compute; 0 if there are none, or if
-        other hosts assign them."""
-        spec = self._plan.spec
-        assigned = {gpu for gpus in self._plan.gpus.values() for gpu in gpus}
-        if not assigned:
-            on_gpu = any("device_reserved_bytes" in stats for stats in report.stats.values())
-            return int(on_gpu and not self._plan.network.bind)
-        workers = [f"model_worker/{index}" for index in range(spec.n_model_workers)]
-        workers += spec.rollout.workers if spec.rollout is not None else []
-        computing = [name for name in workers if not name.startswith("rollout_worker/")]
-        return len(assigned) if all(name in self._plan.gpus for name in computing) else 0
 
     async def _show_activity(self) -> None:
         """Emit an event for the display whenever the running calls change. Runs until it is
@@ -768,6 +756,23 @@ class MasterWorker:
 
     def _wall_seconds(self) -> float:
         return self._earlier_wall_s + time.time() - self._plan.started_at
+
+
+def count_gpus(plan: RunPlan, *, on_gpu: bool) -> int:
+    """Return the number of GPUs on which the workers of a run compute; 0 if there are none, or if
+    other hosts assign them. ``on_gpu``: whether its trainers compute on GPUs."""
+    spec = plan.spec
+    assigned = {gpu for gpus in plan.gpus.values() for gpu in gpus}
+    if not assigned:
+        # All workers share the first GPU, and a tensor-parallel server has the next ones, too.
+        largest = max(
+            (model.engine.tensor_parallel_size for model in spec.models.values()), default=1
+        )
+        return largest if on_gpu and not plan.network.bind else 0
+    workers = [f"model_worker/{index}" for index in range(spec.n_model_workers)]
+    workers += spec.rollout.workers if spec.rollout is not None else []
+    computing = [name for name in workers if not name.startswith("rollout_worker/")]
+    return len(assigned) if all(name in plan.gpus for name in computing) else 0
 
 
 def check_same_models(

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,12 +17,14 @@ import pytest
 from realhf.backends.builtin_policy import train_tokenizer
 from realhf.launch import vllm_choice
 from realhf.launch.__main__ import main
+from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
 from realhf.scheduler.machine import KNOWN_GPUS, QUERY, Machine, plan_machine
 from tests.api.chat.templates import QWEN3 as QWEN3_TEMPLATE
 from tests.docs.commands import ROOT, commands_of
 from tests.docs.test_commands import launched
 from tests.docs.test_recipes import SHAPES
+from workers.master_worker import count_gpus
 
 RECIPES = ROOT / "docs" / "recipes.md"
 GPU_PAGE = ROOT / "docs" / "gpu.md"
@@ -394,6 +397,30 @@ def test_a_machine_is_planned_from_what_its_driver_printed(check: Check, tmp_pat
     (line,) = check(str(there), ASYNC).said
     assert line.endswith(f"the file holds something else than what `{' '.join(QUERY)}` prints")
     assert " ".join(QUERY) in GPU_PAGE.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("machine", "options", "count"),
+    [
+        ("1xH100", SYNC, 1),
+        ("2xH100", SYNC, 1),
+        ("2xH100", ASYNC, 2),
+        ("2xH100", f"{SYNC} engine.tensor_parallel_size=2", 2),
+        ("8xH100", f"{ASYNC} {FOUR} engine.tensor_parallel_size=2", 6),
+        ("cpu", ASYNC, 0),
+    ],
+)
+def test_tokens_are_divided_by_the_gpus_on_which_a_run_computes(
+    check: Check, machine: str, options: str, count: int
+) -> None:
+    """By ``throughput/tokens_per_second_per_gpu``."""
+    built = build_experiment(compose_config(options.split(), machine=plan_machine(machine)))
+    plan = built.plan(built.spec, 0.0)
+    assert count_gpus(plan, on_gpu=machine != "cpu") == count
+    elsewhere = replace(plan, gpus={}, network=replace(plan.network, bind="10.0.0.1"))
+    assert count_gpus(elsewhere, on_gpu=True) == 0, "other hosts assign them"
 
 
 @pytest.mark.slow

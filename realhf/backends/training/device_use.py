@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Iterable
 from typing import Any
@@ -9,29 +10,41 @@ from typing import Any
 import torch
 
 PEAKS = {
+    "B200": 2250e12,
     "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "GH200": 989e12,
     "H100": 989e12,
+    "H100 PCIE": 756e12,
+    "H100 NVL": 835e12,
+    "H800": 989e12,
     "A100": 312e12,
+    "A100 PCIE": 312e12,
     "A800": 312e12,
+    "A800 PCIE": 312e12,
     "L40S": 362e12,
     "L40": 181e12,
     "L4": 121e12,
     "A40": 150e12,
+    "A30": 165e12,
     "A10": 125e12,
+    "A10G": 70e12,
+    "RTX A6000": 155e12,
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
-"""Peak rate of dense bf16 matrix products in operations per second, by a part of the device's name;
-the first match counts. From the vendors' data sheets, without sparsity and, for consumer cards,
-with fp32 accumulation."""
+"""Peak rate of dense bf16 matrix products in operations per second, by the name of the device in
+capitals, without its vendor, its socket and the size and kind of its memory. From the vendors' data
+sheets, without sparsity and, for consumer cards, with fp32 accumulation."""
+_DROPPED = re.compile(r"NVIDIA|TESLA|GEFORCE|SXM\d?|\d+GB?|HBM\w+")
+"""Words of a device's name that do not tell its rate."""
 
 
 def peak_of(device_name: str) -> float | None:
-    """Return a device's peak bf16 operations per second according to its data sheet; None for an
-    unknown device."""
-    return next((peak for part, peak in PEAKS.items() if part in device_name), None)
+    """Return a device's peak bf16 operations per second according to its data sheet; None for one
+    that is not known by exactly this name, such as a part of a GPU (MIG) or its mobile version."""
+    words = re.split(r"[ -]+", device_name.upper())
+    return PEAKS.get(" ".join(word for word in words if not _DROPPED.fullmatch(word)))
 
 
 class DeviceUse:

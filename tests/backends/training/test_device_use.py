@@ -7,10 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.harness.gpu_figures import Shape, train_operations
-from realhf.backends.training.device_use import DeviceUse, count_operations
+from realhf.backends.training.device_use import DeviceUse, count_operations, peak_of
 from realhf.backends.training.torch_backend import ValueModel
 from realhf.dataflow.model_function_call import merge_stats
 from realhf.monitor.metrics import public_names
+from realhf.scheduler.machine import BFLOAT16_CAPABILITY, KNOWN_GPUS
 
 LENGTHS = (3, 17, 40)
 
@@ -46,6 +47,39 @@ def test_operations_are_those_of_the_benchmark(tied: bool) -> None:
     unknown = DeviceUse(model)
     unknown.count(LENGTHS)
     assert "device_utilisation" not in unknown.stats(2.0), "a CPU has no data sheet"
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("A100-PCIE-40GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA H20", None),
+        ("Tesla T4", None),
+        ("", None),
+    ],
+)
+def test_only_a_known_device_has_a_peak(name: str, peak: float | None) -> None:
+    """A4000 has the letters of A40, and a part of a GPU its whole name: no number is better than a
+    wrong one."""
+    assert peak_of(name) == peak
+
+
+def test_every_gpu_that_can_be_planned_for_has_a_peak_if_it_has_bf16() -> None:
+    for gpu in KNOWN_GPUS.values():
+        assert gpu.capability is not None
+        assert (peak_of(gpu.name) is not None) == (gpu.capability >= BFLOAT16_CAPABILITY), gpu.name
 
 
 def test_frozen_weights_need_no_gradients_and_a_value_head_no_vocabulary() -> None:
