@@ -50,8 +50,9 @@ def model_on(gpu: PretendedDevice) -> Callable[..., Any]:
 
 @pytest.fixture
 def engine_on(gpu: PretendedDevice, model_on: Callable[..., Any]) -> Build:
-    """engine_on(architecture, dtype, **options): its engine. With ``watched``, its micro-batches
-    are counted, by a hook with which it does not generate as fast as it can."""
+    """engine_on(architecture, dtype, **options): its engine, which has its moments, as after a
+    step. With ``watched``, its micro-batches are counted, by a hook with which it does not generate
+    as fast as it can."""
 
     def build(
         architecture: str = "qwen3",
@@ -62,12 +63,19 @@ def engine_on(gpu: PretendedDevice, model_on: Callable[..., Any]) -> Build:
     ) -> TorchEngine:
         model = model_on(architecture, dtype)
         engine = TorchEngine(model, None, optimizer=optimizer, total_train_steps=10, **options)
+        allocate_moments(engine)
         supports_bf16_products(engine.model.device)  # which the first step of a process finds out
         if watched:
             gpu.watch(model)
         return engine
 
     return build
+
+
+def allocate_moments(engine: TorchEngine) -> None:
+    """Allocate the moments of the optimizer, as its first step does."""
+    if (optimizer := engine.optimizer) is not None:
+        optimizer.reset_moments({*optimizer.parameters})
 
 
 @pytest.fixture

@@ -211,10 +211,15 @@ def test_tied_weights_stay_one_tensor(gpu: PretendedDevice) -> None:
 
 def test_threads_that_start_inside_use_the_device(gpu: PretendedDevice) -> None:
     devices: list[torch.device] = []
-    thread = threading.Thread(target=lambda: devices.append(torch.zeros(1, device=CUDA).device))
+
+    def compute() -> None:
+        devices.append(torch.zeros(1, device=CUDA).device)
+        devices.append(torch.tensor([1], device=CUDA).device)
+
+    thread = threading.Thread(target=compute)
     thread.start()
     thread.join()
-    assert devices == [CUDA]
+    assert devices == [CUDA, CUDA]
 
 
 def test_errors_name_the_line_of_the_product(gpu: PretendedDevice) -> None:

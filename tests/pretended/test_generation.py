@@ -9,13 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from realhf.algorithms.sft import SFTInterface
 from realhf.api.config import GenConfig, LoraConfig
 from realhf.api.model import CallContext, GenOutput, GenRequest, Model
+from realhf.backends.embedded import forward_pass
 from realhf.backends.embedded.continuous_batching import ContinuousGenerator
+from realhf.backends.embedded.forward_pass import FastDecoder
+from realhf.backends.embedded.kv_cache import RowCache
 from realhf.backends.pretended.device import PretendedDevice, StepLimits
+from realhf.backends.pretended.pretending import pretend_gpu
 from realhf.backends.pretended.tensor import CUDA
+from tests.gpu.conftest import CONFIGS
 from tests.pretended.conftest import Build, rollouts
 
 pytestmark = pytest.mark.slow
@@ -36,11 +43,25 @@ def test_the_embedded_engine_waits_twice_a_token(
 ) -> None:
     engine = engine_on(architecture, watched=False)
     engine.generator().generate(requests(), GEN, stop_ids=(), seed=0)
+    fast = architecture != "gpt2"
+    assert isinstance(engine.generator().core._forward(), FastDecoder) == fast
     before = gpu.syncs.total()
     with gpu.limit(StepLimits(fp32_products=False)):
         outputs = engine.generator().generate(requests(), GEN, stop_ids=(), seed=0)
     assert gpu.syncs.total() - before == WAITS * GEN.max_new_tokens, gpu.syncs
     assert [len(output.token_ids) for output in outputs] == [GEN.max_new_tokens] * len(PROMPTS)
+
+
+def test_the_fast_decoder_takes_tensors_of_a_pretended_gpu_only_where_there_is_one() -> None:
+    assert {*forward_pass.PLAIN_TENSORS} == {torch.Tensor}
+    with pretend_gpu() as gpu:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(CONFIGS["qwen3"], dtype=torch.bfloat16)
+        gpu.place(model)
+        with torch.inference_mode():
+            assert forward_pass.build_fast_decoder(model, RowCache()) is not None
+    assert {*forward_pass.PLAIN_TENSORS} == {torch.Tensor}
+    assert forward_pass.build_fast_decoder(model, RowCache()) is None
 
 
 def test_merged_adapters_generate(gpu: PretendedDevice, engine_on: Build) -> None:

@@ -19,13 +19,13 @@ from realhf.api.model import CallContext, Model
 from realhf.backends.pretended.device import PretendedDevice, StepLimits
 from realhf.backends.training.torch_backend import ValueModel
 from realhf.backends.training.torch_engine import TorchEngine
-from tests.pretended.conftest import CLIPPED, Build, rollouts
+from tests.pretended.conftest import CLIPPED, Build, allocate_moments, rollouts
 
 pytestmark = pytest.mark.slow
 BF16 = torch.bfloat16
 FP32 = torch.float32
 LORA = LoraConfig(4, 8.0)
-SCORING = StepLimits(fp32_products=False, syncs=1)
+SCORING = StepLimits(fp32_products=False, syncs=1, kept_bytes=0)
 """A scoring pass copies its result to the host."""
 OFF_POLICY = {"use_decoupled_loss": True}
 OBJECTIVES: Mapping[str, tuple[dict[str, Any], int]] = {
@@ -47,8 +47,9 @@ OBJECTIVES: Mapping[str, tuple[dict[str, Any], int]] = {
 
 
 def limits(dtype: torch.dtype, syncs: int) -> StepLimits:
-    """No fp32 products in a step of bf16 weights."""
-    return StepLimits(fp32_products=dtype == FP32, syncs=syncs)
+    """No fp32 products in a step of bf16 weights, and nothing in use after it that was not
+    before."""
+    return StepLimits(fp32_products=dtype == FP32, syncs=syncs, kept_bytes=0)
 
 
 def most_waits(gpu: PretendedDevice) -> int:
@@ -72,15 +73,16 @@ def test_grpo_with_two_minibatches(
     assert most_waits(gpu) == 13
 
 
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_objectives_of_the_policy_gradient(
-    gpu: PretendedDevice, engine_on: Build, context: CallContext
+    gpu: PretendedDevice, engine_on: Build, context: CallContext, objective: str
 ) -> None:
-    engine = engine_on()
+    options, syncs = OBJECTIVES[objective]
     sample = rollouts(packed_ref_logprobs=-1.0, proximal_logprobs=-1.0)
-    for name, (options, syncs) in OBJECTIVES.items():
-        with gpu.limit(limits(BF16, syncs=syncs)):
-            stats = PolicyGradientInterface(options).train_step(actor(engine), sample, context)
-        assert stats["n_updates"] == 1 and most_waits(gpu) == syncs, name
+    engine = engine_on()
+    with gpu.limit(limits(BF16, syncs=syncs)):
+        stats = PolicyGradientInterface(options).train_step(actor(engine), sample, context)
+    assert stats["n_updates"] == 1 and most_waits(gpu) == syncs
 
 
 def test_scores_of_the_reference(
@@ -97,6 +99,7 @@ def test_ppo_with_a_critic(
 ) -> None:
     value_model = ValueModel(model_on())
     critic = TorchEngine(value_model, None, optimizer=CLIPPED, total_train_steps=10, role="critic")
+    allocate_moments(critic)
     gpu.watch(value_model)
     interface = CriticInterface({"adv_estimator": "gae"}, {"value_norm": True, "value_clip": 0.2})
     with gpu.limit(SCORING):
@@ -131,11 +134,11 @@ def test_adapters_train_and_their_base_scores(
     gpu: PretendedDevice, engine_on: Build, context: CallContext, dtype: torch.dtype
 ) -> None:
     engine = engine_on("qwen3", dtype, lora=LORA)
-    with gpu.limit(StepLimits(syncs=13)):
+    with gpu.limit(StepLimits(syncs=13, kept_bytes=0)):
         stats = PolicyGradientInterface().train_step(actor(engine), rollouts(), context)
     assert stats["n_updates"] == 1
     assert all(tensor.is_cuda for tensor in engine.weights().values())
-    with gpu.limit(StepLimits(syncs=1)):
+    with gpu.limit(StepLimits(syncs=1, kept_bytes=0)):
         engine.base().logprobs(rollouts(), temperature=1.0, mb_spec=context.mb_spec)
 
 
@@ -148,7 +151,7 @@ def test_checkpointing_needs_less_memory(
         engine = engine_on("llama", gradient_checkpointing=checkpointing, lora=lora)
         held = gpu.live_bytes
         gpu.peak_bytes = held
-        with gpu.limit(StepLimits(fp32_products=lora is not None, syncs=13)):
+        with gpu.limit(StepLimits(fp32_products=lora is not None, syncs=13, kept_bytes=0)):
             PolicyGradientInterface().train_step(actor(engine), rollouts(), context)
         peaks.append(gpu.peak_bytes - held)
     assert peaks[1] < 0.8 * peaks[0], peaks

@@ -14,6 +14,7 @@ rollouts of a group share their prompt.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -251,6 +252,28 @@ def row_blocks(tokens: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> l
     return blocks
 
 
+def _multiply_wide(query: Tensor, keys: Tensor) -> Tensor:
+    """Return ``query`` (b, n, dim) times the transpose of ``keys`` (b, width, dim), with fp32 sums
+    and results: fp32 (b, n, width)."""
+    if query.is_cuda and query.dtype == torch.bfloat16 and _multiplies_bf16_wide(query.device):
+        # Products of two bf16 numbers are exact in fp32. Copies of all keys in fp32 would take
+        # twice their memory, in every layer and for every token.
+        return torch.bmm(query, keys.transpose(1, 2), out_dtype=torch.float32)
+    return torch.bmm(query.float(), keys.float().transpose(1, 2))
+
+
+@functools.cache
+def _multiplies_bf16_wide(device: torch.device) -> bool:
+    """Return whether torch multiplies batches of bf16 matrices with fp32 sums and results on this
+    device. This is tested, since not every release supports it on every GPU."""
+    ones = torch.ones(2, 16, 16, dtype=torch.bfloat16, device=device)
+    try:
+        product = torch.bmm(ones, ones.transpose(1, 2), out_dtype=torch.float32)
+    except (RuntimeError, TypeError):
+        return False
+    return product.dtype == torch.float32 and bool((product == 16).all())
+
+
 def block_attention(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, block: RowBlock, scale: float
 ) -> Tensor:
@@ -269,9 +292,7 @@ def block_attention(
     own_keys = keys[own].flatten(0, 1)
     own_values = values[own].flatten(0, 1)
     packed = grouped.reshape(n * kv_heads, -1, dim)
-    scores = torch.bmm(packed.float(), own_keys.float().transpose(1, 2)).view(
-        n, kv_heads, -1, width - block.shared
-    )
+    scores = _multiply_wide(packed, own_keys).view(n, kv_heads, -1, width - block.shared)
     if not block.shared:
         weights = torch.softmax(scores.mul_(scale).add_(mask[..., :width]), -1).to(values.dtype)
         return torch.bmm(weights.flatten(0, 1), own_values).view(n, -1)
@@ -279,7 +300,7 @@ def block_attention(
         tensor[block.leader, :, : block.shared] for tensor in (keys, values)
     )
     by_head = grouped.transpose(0, 1).reshape(kv_heads, -1, dim)
-    common = torch.bmm(by_head.float(), common_keys.float().transpose(1, 2))
+    common = _multiply_wide(by_head, common_keys)
     common = common.view(kv_heads, n, -1, block.shared).transpose(0, 1)
     scores = torch.cat((common, scores), -1).mul_(scale).add_(mask[..., :width])
     weights = torch.softmax(scores, -1).to(values.dtype)

@@ -180,6 +180,8 @@ def _chunks(pieces: Sequence[PrefillPiece]) -> list[list[int]]:
 _log = logging.getLogger(__name__)
 _FAMILY = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 """Model architectures that ``FastDecoder`` implements."""
+PLAIN_TENSORS: tuple[type[Tensor], ...] = (Tensor,)
+"""Types of parameters that ``FastDecoder`` reads. A pretended GPU adds its own while it lasts."""
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 """Types of rotary embeddings that do not depend on the sequence length."""
 _PROBE_TOKENS = MIN_ROWS + 6
@@ -231,7 +233,7 @@ def _find_unsupported(model: Any) -> str | None:
         return "its layers have options of their own"
     if sliding_window(config) is not None:
         return f"some of its layers see the last {sliding_window(config)} tokens only"
-    if any(type(p.data) is not Tensor for p in model.parameters()):
+    if any(type(p.data) not in PLAIN_TENSORS for p in model.parameters()):
         return "its parameters are not plain tensors"
     for module in model.modules():
         if module._forward_hooks or module._forward_pre_hooks:

@@ -209,6 +209,7 @@ class RowCache(Cache):
     def clear(self) -> None:
         """Drop all contents and free the memory."""
         self._shared.rows = self._shared.columns = 0
+        self._shared.access = _Access()
         self.layers.clear()
 
     def bind_decode(self, positions: Tensor, row_of: Tensor, width: int) -> None:

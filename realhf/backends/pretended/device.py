@@ -45,6 +45,10 @@ class WideProduct(RuntimeError):
     """Error: a matrix product of fp32 factors where only narrower ones are expected."""
 
 
+class MemoryKept(RuntimeError):
+    """Error: what a step allocated is still in use after it."""
+
+
 class TooManySyncs(RuntimeError):
     """Error: a micro-batch waits for the device more often than was written down."""
 
@@ -58,6 +62,9 @@ class StepLimits:
     syncs: int | None = None
     """Maximum number of times that the host waits for the device in one micro-batch; None for no
     limit. Those after the last micro-batch of a step count as its own."""
+    kept_bytes: int | None = None
+    """Maximum of the memory, in bytes, that is allocated under these limits and still in use after
+    them; None for no limit."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,6 @@ class PretendedDevice:
         self._peak_by_line: Counter[str] = Counter()
         self._rises = True
         self._last_mark = 0
-        self._meta_results: dict[Any, _MetaResult | None] = {}
         self._next_address = _BLOCK_BYTES
         self._unknown: set[int] = set()
         self._lock = threading.RLock()
@@ -128,8 +134,12 @@ class PretendedDevice:
     @contextlib.contextmanager
     def limit(self, limits: StepLimits) -> Iterator[None]:
         """Context manager in which the device refuses what ``limits`` say. Micro-batches are
-        counted from its start."""
+        counted from its start.
+
+        Raises MemoryKept at its end naming the lines that allocated what is kept.
+        """
         before = self._limits
+        mark = self.mark()
         self._limits = limits
         self.micro_batches = []
         self.left = []
@@ -137,6 +147,12 @@ class PretendedDevice:
             yield
         finally:
             self._limits = before
+        kept = self.allocated_since(mark)
+        if limits.kept_bytes is not None and kept.total() > limits.kept_bytes:
+            lines = ", ".join(f"{size} at {line}" for line, size in kept.most_common())
+            raise MemoryKept(
+                f"more than {limits.kept_bytes} bytes of a step are in use after it: {lines}"
+            )
 
     def watch(self, model: Any) -> RemovableHandle:
         """Count a micro-batch at each forward pass of the model's decoder, until the result is
@@ -284,12 +300,14 @@ class PretendedDevice:
         if not _schema_of(func).is_repeatable:
             return func(*map_values(_to_plain, args), **map_values(_to_plain, kwargs))
         key = (func, _describe(args), _describe(kwargs.items()))
-        remembered = self._meta_results.get(key)
+        remembered = _meta_results.get(key)
         if remembered is not None:
             return remembered.repeat(tensors)
         result = func(*map_values(_to_plain, args), **map_values(_to_plain, kwargs))
-        if key not in self._meta_results:
-            self._meta_results[key] = _MetaResult.of(result, tensors)
+        if key not in _meta_results:
+            if len(_meta_results) >= _MAX_META_RESULTS:
+                _meta_results.clear()
+            _meta_results[key] = _MetaResult.of(result, tensors)
         return result
 
     def _wrap(self, value: Any, known: Any, by_plain: Mapping[int, PretendedTensor]) -> Any:
@@ -536,6 +554,13 @@ class _MetaResult:
             else:
                 made.append(None if value is None else _to_plain(tensors[value]))
         return made[0] if self.kind is None else self.kind(made)
+
+
+_meta_results: dict[Any, _MetaResult | None] = {}
+"""Results of meta kernels, which are the same for every device, by what they depend on; None for
+those that cannot be built from a description."""
+_MAX_META_RESULTS = 1 << 16
+"""Maximum number of them."""
 
 
 def _describe(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from realhf.backends.embedded import attention, forward_pass
 from realhf.backends.pretended.device import PretendedDevice
 from realhf.backends.pretended.tensor import PretendedTensor, find_tensors
 from realhf.backends.training.selected_logprobs import supports_bf16_products
@@ -76,19 +77,20 @@ def pretend_gpu(device: PretendedDevice | None = None) -> Iterator[PretendedDevi
         torch.cuda.init()  # torch remembers that the replaced function was called, and never asks again
     lifts = torch._C._only_lift_cpu_tensors()
     with contextlib.ExitStack() as stack:
-        # What it finds out about this device is not true of a real one of the same name.
-        supports_bf16_products.cache_clear()
-        stack.callback(supports_bf16_products.cache_clear)
+        # What these find out about this device is not true of a real one of the same name.
+        for trial in (supports_bf16_products, attention._multiplies_bf16_wide):
+            trial.cache_clear()
+            stack.callback(trial.cache_clear)
         for owner, name, replacement in _list_replacements(device):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, replacement)
         stack.callback(torch._C._set_only_lift_cpu_tensors, lifts)
-        torch._C._set_only_lift_cpu_tensors(True)
+        torch._C._set_only_lift_cpu_tensors(True)  # of this thread
         with _Interception(device):
             yield device
 
 
-def _list_replacements(device: PretendedDevice) -> list[tuple[Any, str, Callable[..., Any]]]:
+def _list_replacements(device: PretendedDevice) -> list[tuple[Any, str, Any]]:
     """Return what is replaced while a device is pretended: (owner, name, replacement)."""
     attend = functional.scaled_dot_product_attention
     run_thread = threading.Thread.run
@@ -108,6 +110,7 @@ def _list_replacements(device: PretendedDevice) -> list[tuple[Any, str, Callable
         return as_tensor(data, *args, **kwargs).to(device)
 
     def run_in_mode(thread: threading.Thread) -> None:
+        torch._C._set_only_lift_cpu_tensors(True)
         with _Interception(device):
             run_thread(thread)
 
@@ -132,4 +135,5 @@ def _list_replacements(device: PretendedDevice) -> list[tuple[Any, str, Callable
         (torch, "as_tensor", convert),
         (functional, "scaled_dot_product_attention", attend_anywhere),
         (threading.Thread, "run", run_in_mode),
+        (forward_pass, "PLAIN_TENSORS", (*forward_pass.PLAIN_TENSORS, PretendedTensor)),
     ]
