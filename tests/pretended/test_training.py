@@ -154,4 +154,4 @@ def test_checkpointing_needs_less_memory(
         with gpu.limit(StepLimits(fp32_products=lora is not None, syncs=13, kept_bytes=0)):
             PolicyGradientInterface().train_step(actor(engine), rollouts(), context)
         peaks.append(gpu.peak_bytes - held)
-    assert peaks[1] < 0.8 * peaks[0], peaks
+    assert peaks[1] < 0.85 * peaks[0], peaks

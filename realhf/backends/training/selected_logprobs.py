@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 3 << 24
 """Maximum bytes of fp32 logits that exist at once: 256 rows for a vocabulary of 49,152 tokens.
 Smaller chunks read the head's weight too often."""
-GPU_CHUNK_BYTES = 1 << 30
-"""The same on a GPU: 1,766 rows for a vocabulary of 151,936 tokens. The backward pass needs two and
-a half times as much. With fewer rows, most time is spent reading the head's weight and writing its
-gradient."""
+GPU_CHUNK_BYTES = 1 << 29
+"""The same on a GPU: 883 rows for a vocabulary of 151,936 tokens. The forward pass needs twice as
+much, the backward pass of bf16 factors one and a half times, of fp32 factors one chunk and the
+head's gradient. With fewer rows, most time is spent reading the head's weight."""
 _GPU_PARTS = 64
 """Reciprocal of the maximum fraction of a GPU's memory that a chunk may use."""
 _KEPT_BYTES = 1 << 24
@@ -39,6 +39,10 @@ def chunk_rows(vocabulary: int, gpu_bytes: int = 0) -> int:
     that computes them, 0 on a CPU."""
     nbytes = max(CHUNK_BYTES, min(GPU_CHUNK_BYTES, gpu_bytes // _GPU_PARTS))
     return max(1, nbytes // (4 * vocabulary))
+
+
+_ALL_COLUMNS = slice(None)
+"""The whole vocabulary."""
 
 
 class _Products:
@@ -56,14 +60,32 @@ class _Products:
         )
         self._head = weight if self.narrow else weight.float()
 
-    def logits(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
+    @property
+    def by_columns(self) -> bool:
+        """Whether the backward pass computes columns of the logits for all rows, instead of rows
+        for the whole vocabulary. A part of the head's gradient is then the result of one product,
+        so that no second one in fp32 is needed to add parts up."""
+        return self.narrow
+
+    def logits(self, hidden: Tensor, bias: Tensor | None, columns: slice = _ALL_COLUMNS) -> Tensor:
         """Return ``hidden`` (n, width) times the transposed head, plus ``bias``: fp32 (n,
-        vocabulary)."""
+        vocabulary), or some of its columns."""
+        head = self._head[columns]
         if self.narrow:
-            logits = torch.mm(hidden, self._head.t(), out_dtype=torch.float32)
+            logits = torch.mm(hidden, head.t(), out_dtype=torch.float32)
         else:
-            logits = _multiply_transposed(hidden.float(), self._head)
-        return logits if bias is None else logits.add_(bias)
+            logits = _multiply_transposed(hidden.float(), head)
+        return logits if bias is None else logits.add_(bias[columns])
+
+    def add_grad_hidden(self, accumulated: Tensor, slope: Tensor, columns: slice) -> None:
+        """Add the gradient with respect to ``hidden`` to ``accumulated``, fp32, given the gradient
+        of some columns of the logits."""
+        if self.narrow:
+            torch.addmm(
+                accumulated, slope, self._head[columns], out_dtype=torch.float32, out=accumulated
+            )
+        else:
+            accumulated.addmm_(slope, self._head[columns])
 
     def round_slope(self, slope: Tensor) -> Tensor:
         """Return the gradient of logits in the dtype that ``grad_hidden`` and ``grad_head``
@@ -239,6 +261,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             any(ctx.needs_input_grad)
             and 4 * len(ids) * len(weight) <= _KEPT_BYTES
             and len(ids) <= chunk
+            and not products.by_columns
         )
         kept_logits = None
         # With a frozen head only the gradient of ``hidden`` is needed. It is the gradient of the
@@ -258,6 +281,7 @@ class _SelectedLogprobs(torch.autograd.Function):
                     logits, ids[rows], factor / temperature
                 )
                 slopes[rows] = products.grad_hidden(products.round_slope(slope)).to(hidden.dtype)
+                del logits, slope  # before the next chunk is allocated
                 continue
             normaliser[rows] = logits.logsumexp(-1)
             logprobs[rows] = logits.gather(-1, ids[rows]) - normaliser[rows, None]
@@ -265,6 +289,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             if with_entropy:
                 scaled = functional.softmax(logits, -1).mul_(logits).sum(-1)
                 entropy[rows] = normaliser[rows] - scaled
+            del logits
         ctx.computes_slopes = computes_slopes
         if slopes is not None:
             ctx.save_for_backward(slopes)
@@ -286,6 +311,14 @@ class _SelectedLogprobs(torch.autograd.Function):
         grad_rows = grad_logprobs.sum(-1, keepdim=True) if ids.shape[1] > 1 else grad_logprobs
         products = _Products(hidden, weight)
         (factor, cap, temperature) = ctx.shape
+        if products.by_columns:
+            return (
+                *_differentiate_by_columns(ctx, products, grad_rows, *grads),
+                None,
+                None,
+                None,
+                None,
+            )
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] and not len(ids) else None
         grad_low = None if low is None else torch.empty_like(low)
@@ -296,7 +329,8 @@ class _SelectedLogprobs(torch.autograd.Function):
         for start in range(0, len(ids), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             cap_slope = None
-            if kept_logits is None:
+            logits = kept_logits
+            if logits is None:
                 logits = scale_and_cap(
                     _add_adapter_logits(products.logits(hidden[rows], bias), low, up, rows),
                     factor,
@@ -306,7 +340,7 @@ class _SelectedLogprobs(torch.autograd.Function):
                 cap_slope = None if cap is None else 1 - (logits / cap).square_()
                 log_p = _apply_temperature(logits, temperature).sub_(normaliser[rows, None])
             else:
-                log_p = kept_logits - normaliser[rows, None]
+                log_p = logits - normaliser[rows, None]
             slope = log_p.exp() if ctx.with_entropy else log_p.exp_()
             if ctx.with_entropy:  # d entropy / d logit = -p (log p + entropy)
                 log_p.add_(entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(grad_rows[rows])
@@ -327,9 +361,61 @@ class _SelectedLogprobs(torch.autograd.Function):
                 grad_hidden[rows] = products.grad_hidden(slope).to(hidden.dtype)
             if ctx.needs_input_grad[1]:
                 grad_weight = products.grad_head(slope, hidden[rows], grad_weight)
+            del logits, log_p, slope, cap_slope  # before the next chunk is allocated
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_low, grad_up, grad_bias, None, None, None, None
+
+
+def _differentiate_by_columns(
+    ctx: Any, products: _Products, grad_rows: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of ``hidden``, ``weight``, ``low``, ``up`` and ``bias``, computed for
+    some columns of the logits at a time (see ``_Products.by_columns``)."""
+    hidden, weight, low, up, bias, ids, normaliser, entropy, _ = ctx.saved_tensors
+    (factor, cap, temperature) = ctx.shape
+    needs_hidden, needs_weight, _, _, needs_bias = ctx.needs_input_grad[:5]
+    grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
+    grad_weight = torch.zeros_like(weight) if needs_weight else None
+    grad_low = None if low is None else torch.zeros_like(low)
+    grad_up = None if up is None else torch.zeros_like(up)
+    grad_bias = torch.zeros_like(bias) if needs_bias else None
+    width = max(1, ctx.chunk * len(weight) // max(1, len(ids)))
+    for start in range(0, len(weight) if len(ids) else 0, width):
+        columns = slice(start, start + width)
+        logits = products.logits(hidden, bias, columns)
+        if low is not None and up is not None:
+            logits.addmm_(low, up[columns].t())
+        logits = scale_and_cap(logits, factor, cap)
+        cap_slope = None if cap is None else 1 - (logits / cap).square_()
+        log_p = _apply_temperature(logits, temperature).sub_(normaliser[:, None])
+        slope = log_p.exp() if ctx.with_entropy else log_p.exp_()
+        if ctx.with_entropy:  # d entropy / d logit = -p (log p + entropy)
+            log_p.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_rows)
+            slope.mul_(log_p).neg_()
+        else:
+            slope.mul_(grad_rows).neg_()
+        place = ids - start
+        is_here = (place >= 0) & (place < slope.shape[1])
+        slope.scatter_add_(
+            -1, place.clamp_(0, slope.shape[1] - 1), torch.where(is_here, grad_logprobs, 0.0)
+        )
+        slope = _apply_temperature(slope, temperature)
+        slope = slope if cap_slope is None else slope.mul_(cap_slope)
+        slope = slope if factor == 1.0 else slope.mul_(factor)
+        if grad_bias is not None:
+            grad_bias[columns] = slope.sum(0).to(grad_bias.dtype)
+        if low is not None and up is not None and grad_low is not None and grad_up is not None:
+            grad_low.addmm_(slope, up[columns])
+            torch.mm(slope.t(), low, out=grad_up[columns])
+        slope = products.round_slope(slope)
+        if grad_hidden is not None:
+            products.add_grad_hidden(grad_hidden, slope, columns)
+        if grad_weight is not None:
+            torch.mm(slope.t(), hidden, out=grad_weight[columns])
+        del logits, log_p, slope, cap_slope  # before the next columns are allocated
+    grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
+    return grad_hidden, grad_weight, grad_low, grad_up, grad_bias
 
 
 def _logprobs_with_slope(logits: Tensor, ids: Tensor, factor: float) -> tuple[Tensor, Tensor]:

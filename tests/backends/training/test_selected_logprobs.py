@@ -112,7 +112,7 @@ def test_a_temperature_that_cannot_be_is_refused() -> None:
 def test_chunks_are_bounded_by_bytes() -> None:
     """On a GPU they have thousands of rows, as far as its memory goes."""
     assert chunk_rows(49_152) == 256 and chunk_rows(10**9) == 1
-    assert chunk_rows(151_936, 80 << 30) == 1766 and chunk_rows(49_152, 80 << 30) == 5461
+    assert chunk_rows(151_936, 80 << 30) == 883 and chunk_rows(49_152, 80 << 30) == 2730
     assert (
         chunk_rows(151_936, 8 << 30) == (8 << 30) // 64 // (4 * 151_936) == 220
         and chunk_rows(49_152, 1 << 30) == 256
@@ -152,7 +152,7 @@ def gpu_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
 def test_bf16_products_give_the_logits_of_fp32_and_gradients_of_the_type_of_the_model(
     gpu_products: Counted, with_entropy: bool
 ) -> None:
-    """And the gradient of the head adds up in fp32 in one place: a second one of its size is never
+    """And each part of the head's gradient is one product: one of its size in fp32 is never
     made."""
     hidden, weight, ids = drawn(200, torch.bfloat16)
     slope = torch.linspace(-1, 1, 200)
@@ -164,9 +164,7 @@ def test_bf16_products_give_the_logits_of_fp32_and_gradients_of_the_type_of_the_
         torch.testing.assert_close(entropy.double(), of_plain, atol=2e-5, rtol=1e-5)
         total = total + (of_plain * slope.flip(0)).sum()
     ((found * slope).sum() + (entropy * slope.flip(0)).sum()).backward()
-    assert (gpu_products.mm, gpu_products.addmm) == (4 + 4 + 1, 3), (
-        "logits twice, and a gradient of the first chunk"
-    )
+    assert (gpu_products.mm, gpu_products.addmm) == (4 + 4, 4), "logits twice"
     for grad, wanted in zip(
         (hidden.grad, weight.grad), torch.autograd.grad(total, (hidden, weight)), strict=True
     ):
@@ -176,17 +174,22 @@ def test_bf16_products_give_the_logits_of_fp32_and_gradients_of_the_type_of_the_
 
 
 def test_bf16_products_of_a_head_that_does_more(gpu_products: Counted) -> None:
-    hidden, weight, ids = drawn(40, torch.bfloat16)
+    hidden, weight, _ = drawn(40, torch.bfloat16)
+    ids = torch.randint(0, VOCABULARY, (40, 3), generator=torch.Generator().manual_seed(4))
     bias = torch.linspace(-1, 1, VOCABULARY, dtype=torch.bfloat16).requires_grad_()
+    low = torch.linspace(-1, 1, 80).reshape(40, 2).requires_grad_()
+    up = torch.linspace(-1, 2, 2 * VOCABULARY).reshape(VOCABULARY, 2).requires_grad_()
     found = []
     for own in (hidden, hidden.detach().float().requires_grad_()):
         logprobs, entropy = selected_logprobs(
-            own, weight, ids, 0.8, 16, bias=bias, factor=0.5, cap=20.0
+            own, weight, ids, 0.8, 16, bias=bias, factor=0.5, cap=20.0, adapter=(low, up)
         )
-        grads = torch.autograd.grad((logprobs + 0.1 * entropy).sum(), (own, weight, bias))
+        total = logprobs.sum() + 0.1 * entropy.sum()
+        grads = torch.autograd.grad(total, (own, weight, bias, low, up))
         found.append((logprobs, entropy, *grads))
-    assert (gpu_products.mm, gpu_products.addmm) == (3 + 3 + 1, 2)
-    for grad, wanted, bound in zip(*found, (1e-5, 1e-5, 6e-3, 6e-3, 6e-3), strict=True):
+    assert (gpu_products.mm, gpu_products.addmm) == (3 + 3, 3)
+    bounds = (1e-5, 1e-5, 6e-3, 6e-3, 6e-3, 1e-5, 1e-5)
+    for grad, wanted, bound in zip(*found, bounds, strict=True):
         assert (grad.float() - wanted.float()).norm() <= bound * wanted.float().norm()
 
 
