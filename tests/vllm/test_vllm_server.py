@@ -93,6 +93,26 @@ def test_a_server_without_our_extension_reloads_from_a_folder(bare_url: str, mod
         assert (torch.tensor(output.logprobs) - expected).abs().max() < 1e-3
 
 
+def test_a_server_describes_itself_and_goes_on(server: VllmServer, folder: Path):
+    with closing(VllmGenerator(server.url, version=0)) as generator:
+        known = generator.describe_server()
+        assert known.pop("vllm").startswith("0.") and known.pop("torch").startswith("2.")
+        assert known == {
+            "url": server.url,
+            "model": str(folder),
+            "device": "cpu",
+            "runner": "v1",
+            "dtype": "float32",
+            "head_dtype": "float32",
+            "kv_cache_bytes": known["kv_cache_bytes"],
+            "tensor_parallel_size": 1,
+        }
+        outputs: queue.Queue[GenOutput | Exception] = queue.Queue()
+        generator.submit(GenRequest(1, PROMPT), GenConfig(max_new_tokens=3), (), outputs.put)
+        output = outputs.get(timeout=60)
+        assert isinstance(output, GenOutput) and len(output.token_ids) == 3
+
+
 def test_a_server_that_was_killed_is_told_and_leaves_nothing(
     folder: Path, models: list, tmp_path: Path
 ):

@@ -65,9 +65,10 @@ class WeightExtension:
 
         config = self.vllm_config  # pyright: ignore[reportAttributeAccessIssue]
         model = config.model_config
+        # torch's version is of a class that vLLM cannot serialise, and then never answers again.
         return {
-            "vllm": vllm.__version__,  # pyright: ignore[reportAttributeAccessIssue]
-            "torch": torch.__version__,
+            "vllm": str(vllm.__version__),  # pyright: ignore[reportAttributeAccessIssue]
+            "torch": str(torch.__version__),
             "device": str(config.device_config.device_type),
             "runner": "v2" if self.use_v2_model_runner else "v1",  # pyright: ignore[reportAttributeAccessIssue]
             "dtype": str(model.dtype).removeprefix("torch."),
