@@ -222,12 +222,12 @@ test-trl: install
 	  && .venv-trl/bin/python -m pip install --quiet -c constraints.txt trl==1.16.0 numpy omegaconf pydantic websockets msgspec botocore; }
 	$(BIN)/python -m pytest -q -rs tests/trl tests/examples
 
-# Training runs in this environment, so it holds the project as well. verifiers needs an older openai, which only our own
-# tests use otherwise.
+# Training runs in this environment, so it holds the project as well. verifiers needs an older openai and an older mcp, which
+# only our own tests use otherwise.
 .venv-verifiers/.installed: | $(STAMP)
 	@echo "installing verifiers, Gymnasium, reasoning_gym and TextArena into .venv-verifiers (two to five minutes)"
 	$(BIN)/python -m venv .venv-verifiers
-	grep -v '^openai==' constraints.txt > .venv-verifiers/constraints.txt
+	grep -v -e '^openai==' -e '^mcp==' constraints.txt > .venv-verifiers/constraints.txt
 	.venv-verifiers/bin/python -m pip install --quiet -c .venv-verifiers/constraints.txt torch==2.13.0
 	.venv-verifiers/bin/python -m pip install --quiet -c .venv-verifiers/constraints.txt -e '.[train]' \
 	  verifiers==0.4.0 textarena==0.7.4 nltk==3.10.4 gymnasium==1.4.0 reasoning-gym==0.1.25

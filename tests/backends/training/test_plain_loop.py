@@ -218,7 +218,7 @@ def test_older_processors_compute_the_same(isa: str) -> None:
     """oneDNN chooses its kernels, and how it lays out what it returns, by the instructions of the
     processor."""
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", __file__]
-    command += ["-k", "gradients_of_a_plain"]
+    command += ["--run-nightly", "-k", "gradients_of_a_plain"]
     limited = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "ONEDNN_VERBOSE": "1"}
     done = subprocess.run(
         command, env=limited, capture_output=True, text=True, timeout=DEADLINE_S, check=False
