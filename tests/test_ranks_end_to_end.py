@@ -1,5 +1,5 @@
-"""A run whose model is cut over two workers, one of which is killed: it is named at once, and one
-worker goes on."""
+"""Runs on two workers: both train the model, or the model is cut over them and one is killed, which
+is named at once, and one worker goes on."""
 
 import json
 import subprocess
@@ -49,6 +49,18 @@ def rows(root):
 def rank(launcher, index):
     marks = {"workers.model_worker", str(index)}
     return next(process for process, line in family(launcher).items() if marks <= {*line})
+
+
+def test_a_run_trains_on_two_ranks(tmp_path):
+    run = launched(tmp_path, "actor.workers=[0,1]", "actor.backend=ddp", "total_train_steps=2")
+    try:
+        output, _ = run.communicate(timeout=PATIENCE_S)
+    finally:
+        run.kill()
+    assert run.returncode == 0, output
+    first, last = rows(tmp_path)
+    assert last["policy/loss"] < first["policy/loss"]
+    assert last["device/actor_train/tokens_per_second"] > 0
 
 
 @pytest.mark.nightly

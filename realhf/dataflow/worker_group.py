@@ -69,7 +69,9 @@ TOLERANCE = 1e-5
 """Allowed relative difference of a statistic between two ranks, which may add the same numbers in
 different orders."""
 DURATION = "_seconds"
-"""Name suffix of statistics that may differ between ranks."""
+"""Name suffix of durations, which differ between ranks."""
+DEVICE = "device_"
+"""Name prefix of what a rank measured of its own device, which differs between ranks."""
 
 
 class RanksDiffer(ValueError):
@@ -196,12 +198,14 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def check_agreement(stats: Sequence[Mapping[str, Any]], workers: Sequence[str]) -> None:
-    """Raise RanksDiffer unless all ranks report the same statistics; durations may differ."""
+    """Raise RanksDiffer unless all ranks report the same statistics; durations and what they
+    measured of their devices may differ."""
     for worker, others in zip(workers[1:], stats[1:], strict=True):
         for name in sorted({*stats[0], *others}):
             first = stats[0].get(name)
             other = others.get(name)
-            if not name.endswith(DURATION) and not _is_close(first, other):
+            is_own = name.endswith(DURATION) or name.startswith(DEVICE)
+            if not is_own and not _is_close(first, other):
                 raise RanksDiffer(f"{name} is {first} on {workers[0]} and {other} on {worker}")
 
 

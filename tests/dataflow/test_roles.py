@@ -291,6 +291,7 @@ async def test_ranks_that_answer_differently_are_refused(tmp_path: Path) -> None
 def test_statistics_agree_to_rounding_and_durations_need_not() -> None:
     nan = {"loss": math.nan, "step_seconds": 1.0}
     check_agreement([nan, {"loss": math.nan, "step_seconds": 2.0}], ["w0", "w1"])
+    check_agreement([{"device_peak_bytes": 1.0}, {"device_peak_bytes": 2.0}], ["w0", "w1"])
     check_agreement([{"loss": 1.0}, {"loss": 1.0 + 1e-7}], ["w0", "w1"])
     with pytest.raises(RanksDiffer, match="logits_s is 1"):
         check_agreement([{"logits_s": 1.0}, {"logits_s": 2.0}], ["w0", "w1"])
