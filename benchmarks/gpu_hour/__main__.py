@@ -44,8 +44,6 @@ from realhf.launch.vllm_choice import find_executable
 OUTPUT = Path("out") / "gpu_hour.json"
 CPU_VLLM = IMPORT_ROOT / ".venv-vllm" / "bin" / "vllm"
 """Where ``make test-vllm`` installs vLLM for the CPU."""
-PRETRAINED = IMPORT_ROOT / "models" / "smollm2_135m"
-"""Where ``make model`` puts a pretrained model."""
 
 
 def main() -> int:
@@ -63,7 +61,8 @@ def main() -> int:
         return 2
     chosen = [part for part in PARTS if not options.only or part.name in options.only]
     folder = Path(tempfile.mkdtemp(prefix="gpu-hour-"))
-    setting = Setting(options.gpu_device, folder, _find_vllm(options), _find_model(options))
+    model = options.model.absolute() if options.model is not None else None
+    setting = Setting(options.gpu_device, folder, _find_vllm(options), model)
     report = run_parts(chosen, setting)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(report.to_json(), encoding="utf-8")
@@ -153,8 +152,7 @@ def _parse() -> argparse.Namespace:
         "--model",
         type=Path,
         metavar="FOLDER",
-        help="pretrained model that vLLM samples from (random weights; in a rehearsal that of "
-        "make model, if it is there)",
+        help="pretrained model that the part vllm serves, instead of one with random weights",
     )
     options = parser.parse_args()
     for path, name in ((options.vllm, "--vllm"), (options.model, "--model")):
@@ -169,12 +167,6 @@ def _find_vllm(options: argparse.Namespace) -> Path | None:
     if options.gpu_device == "cuda":
         return find_executable("vllm")
     return CPU_VLLM if CPU_VLLM.is_file() else None
-
-
-def _find_model(options: argparse.Namespace) -> Path | None:
-    if options.model is not None:
-        return options.model.absolute()
-    return PRETRAINED if options.gpu_device == "cpu" and PRETRAINED.is_dir() else None
 
 
 if __name__ == "__main__":

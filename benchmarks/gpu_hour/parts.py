@@ -9,6 +9,9 @@ from benchmarks.gpu_hour.device_tests import run_tests
 from benchmarks.gpu_hour.kernels import check_kernels
 from benchmarks.gpu_hour.recording import Recorder, Setting
 from benchmarks.gpu_hour.report import FAILED, LEFT_OUT, PartResult
+from benchmarks.gpu_hour.served import check_served
+from benchmarks.gpu_hour.steps import check_steps
+from benchmarks.gpu_hour.training_run import check_run
 from benchmarks.gpu_hour.versions import check_versions
 
 _REHEARSAL_FACTOR = 5.0
@@ -64,6 +67,27 @@ PARTS: tuple[Part, ...] = (
         300.0,
         run_tests,
         ("kernels",),
+    ),
+    Part(
+        "steps",
+        "GRPO steps of 0.6B in bf16: utilisation, peak memory beside the plan and the trace",
+        240.0,
+        check_steps,
+        ("kernels",),
+    ),
+    Part(
+        "vllm",
+        "a server's log-probabilities beside the trainer's, weights that change under load",
+        420.0,
+        check_served,
+        ("kernels",),
+    ),
+    Part(
+        "run",
+        "an asynchronous run with vLLM, whose server and launcher are killed",
+        300.0,
+        check_run,
+        ("vllm",),
     ),
 )
 """All parts, in the order in which they run."""

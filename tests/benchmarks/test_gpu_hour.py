@@ -90,6 +90,31 @@ def test_the_report_is_what_was_printed(
     check_anonymous(text)
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_rehearsal_without_vllm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(program, "CPU_VLLM", tmp_path / "vllm")
+    path = tmp_path / "report.json"
+    assert call(monkeypatch, "--gpu-device=cpu", "--output", str(path)) == 0, (
+        capsys.readouterr().out
+    )
+    text = path.read_text(encoding="utf-8")
+    report = read_report(text)
+    assert [(part.name, part.status) for part in report.parts] == [
+        (name, SKIPPED if name in ("vllm", "run") else PASSED) for name in NAMES
+    ]
+    lines = [line for part in report.parts for line in part.lines]
+    skipped = [line.result for line in lines if line.status == SKIPPED]
+    assert any("make test-vllm installs one" in reason for reason in skipped)
+    assert any(reason.startswith("not on a CPU: ") for reason in skipped)
+    traces = [line.figures for line in lines if line.name.startswith("their trace, ")]
+    assert len(traces) == 2 and all(figures["traced_gib"] > 0 for figures in traces)
+    check_anonymous(text)
+
+
 def check_anonymous(text: str) -> None:
     """Nothing in a report tells whose machine it was."""
     assert str(IMPORT_ROOT) not in text and str(Path.home()) not in text
@@ -198,6 +223,6 @@ def test_what_needs_a_failed_part_is_left_out(
     monkeypatch.setattr(program, "run_part", run)
     report = program.run_parts(PARTS, setting_in(Path("nowhere")))
     left_out = {part.name for part in report.parts if part.status == LEFT_OUT}
-    assert left_out == {*NAMES} - {"versions", "kernels"}
+    assert left_out == {"tests", "steps", "vllm", "run"}
     assert not report.passed and played == ["versions", "kernels"]
     assert "because of kernels" in capsys.readouterr().out
