@@ -12,15 +12,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from realhf.api.calls import (
     FREE,
     GENERATE,
+    GROUP_PLACE,
     PIN_WEIGHTS,
     PROBE_WEIGHTS,
     STATUS,
     UNPIN_WEIGHTS,
     UPDATE_WEIGHTS,
+    GroupPlaceAnswer,
     Nothing,
     PinAnswer,
     StatusAnswer,
@@ -30,7 +33,7 @@ from realhf.api.calls import (
 from realhf.api.chat_template import TemplateChat
 from realhf.api.config import CONSTRAIN, GenConfig
 from realhf.api.experiment import RolloutSpec, RunPlan
-from realhf.api.generation import Done, StreamingGenerator
+from realhf.api.generation import Done, GroupMember, StreamingGenerator
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import WEIGHTS
 from realhf.backends.streaming_engines import longest_sequence, make_streaming_generator
@@ -46,6 +49,9 @@ from realhf.transport.service import ServiceRequest, ServiceServer
 from realhf.transport.sockets import raise_descriptor_limit
 from realhf.transport.weights import receive
 from workers.worker_main import run_planned, worker_network
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LEAVE_WITHIN_S = 15.0
 """Seconds within which a dismissed worker must exit, even if it hangs in a weight update, because
@@ -245,6 +251,7 @@ class GenerationWorker:
             ordered=dict(
                 [
                     UPDATE_WEIGHTS.with_handler(self._update_weights),
+                    GROUP_PLACE.with_handler(self._report_place),
                     PROBE_WEIGHTS.with_handler(self._probe.sample),
                     PIN_WEIGHTS.with_handler(self._pinned.pin),
                     UNPIN_WEIGHTS.with_handler(self._pinned.unpin),
@@ -302,13 +309,23 @@ class GenerationWorker:
         and return digests of the tensors."""
         manifest = request.manifest
         started_at = time.perf_counter()
-        with self._tracer.span(f"{WEIGHTS}/stage", version=manifest.version):
-            tensors = receive(manifest, self._plan.rpc.control_timeout_s, network=self._network)
+        tensors: Mapping[str, Tensor] = {}
+        if request.seat is None:
+            with self._tracer.span(f"{WEIGHTS}/stage", version=manifest.version):
+                tensors = receive(manifest, self._plan.rpc.control_timeout_s, network=self._network)
         staged_at = time.perf_counter()
         changed = [] if manifest.trial else self._held_weights.find_changed()
         checked_at = time.perf_counter()
         with self._tracer.span(f"{WEIGHTS}/load", version=manifest.version):
-            self._engine.load_weights(manifest.version, tensors, again=manifest.trial > 0)
+            again = manifest.trial > 0
+            if request.seat is None:
+                self._engine.load_weights(manifest.version, tensors, again=again)
+            else:
+                assert isinstance(self._engine, GroupMember)
+                with self._held_weights.broadcast():
+                    self._engine.take_broadcast(
+                        manifest.version, manifest.slots, request.seat, again=again
+                    )
         self._gate.open()
         loaded_at = time.perf_counter()
         with self._tracer.span(f"{WEIGHTS}/digest", version=manifest.version):
@@ -317,6 +334,12 @@ class GenerationWorker:
         stage_ms = 1000 * (staged_at - started_at)
         pause_ms = 1000 * (loaded_at - checked_at)
         return UpdateWeightsAnswer(stage_ms, pause_ms, 1000 * digest_s, digests, changed)
+
+    def _report_place(self, request: Nothing) -> GroupPlaceAnswer:
+        del request
+        if not isinstance(self._engine, GroupMember):
+            return GroupPlaceAnswer(0, "computes in the generation worker itself")
+        return GroupPlaceAnswer(*self._engine.count_ranks())
 
     def _status(self, request: Nothing) -> StatusAnswer:
         del request

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,12 +29,17 @@ from realhf.api.calls import (
     PUBLISH_WEIGHTS,
     RESTORE,
     SAVE,
+    START_BROADCAST,
+    STOP_BROADCAST,
     InitializeRequest,
     Nothing,
     OpenWorldAnswer,
     OpenWorldRequest,
     PublishWeightsAnswer,
     PublishWeightsRequest,
+    StartBroadcastAnswer,
+    StartBroadcastRequest,
+    StopBroadcastAnswer,
 )
 from realhf.api.config import AsyncConfig
 from realhf.api.experiment import ExperimentSpec, InterfaceType, ModelSpec, RunPlan
@@ -61,12 +67,17 @@ from realhf.transport.weights import Medium, WeightPublisher
 from workers.worker_main import run_planned, worker_network
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from realhf.backends.embedded.compute_threads import ComputeThreads
     from realhf.backends.parallel.process_groups import RendezvousStore, TorchWorld
+    from realhf.backends.vllm.broadcast.sender import WeightSender
 
 _log = logging.getLogger(__name__)
 HOST_CALLS = (CALL, LOAD, EVALUATE, SAVE, RESTORE, COMMITTED, EXPORT, KEEP_EXPORT, GATHER, HELD)
 """Calls that ``ModelHost`` serves in the order of their arrival."""
+_CHANGING = frozenset(call.name for call in (CALL, LOAD, RESTORE, GATHER))
+"""Calls after which a worker's tensors may be others."""
 
 
 class ModelWorker:
@@ -91,13 +102,17 @@ class ModelWorker:
         self._tracer = open_trace(run_dir, name)
         self._recorder = open_rollouts(plan, name)
         self._stream = StreamHost(run_id, name, run_dir / "stream", self._store, network)
-        medium = cast(Medium, rollout.options.weights) if rollout else "shm"
+        medium = rollout.options.weights if rollout else "shm"
+        if medium == "nccl":  # what replaces it if a group cannot be formed
+            medium = "shm" if is_loopback_host(network.advertised) else "fetch"
         self._trial = WeightTrial()
         self._stack = ExitStack()
         """Exit stack that closes the separate generation engines."""
         self._publisher = WeightPublisher(
-            run_id, name, run_dir / "weights", medium, network=network
+            run_id, name, run_dir / "weights", cast(Medium, medium), network=network
         )
+        self._sender: WeightSender | None = None
+        """Sender of weights from this worker's GPU, made for the first version that is offered."""
         self._rpc = RpcWorker(
             name,
             "model_worker",
@@ -116,6 +131,12 @@ class ModelWorker:
                 CLEAR.name: self._host_handler(CLEAR.name),
                 ABORT.name: self._host_handler(ABORT.name),
                 PROGRESS.name: self._host_handler(PROGRESS.name),
+                **dict(
+                    [
+                        START_BROADCAST.with_handler(self._start_broadcast),
+                        STOP_BROADCAST.with_handler(self._stop_broadcast),
+                    ]
+                ),
                 **self._stream.handlers(),
             },
             data_endpoint=self._plane.endpoint,
@@ -130,6 +151,8 @@ class ModelWorker:
         finally:
             self._stack.close()
             self._stream.close()
+            if self._sender is not None:
+                self._sender.close()
             self._publisher.close()
             if self._host is not None:
                 self._host.close()
@@ -234,6 +257,8 @@ class ModelWorker:
         restore them first."""
         if self._host is None:
             raise RuntimeError("publish_weights before initialize")
+        if self._sender is not None:
+            self._sender.withdraw()
         with self._tracer.span(f"{WEIGHTS}/publish", version=request.version):
             engine = self._host.engine(request.role, request.version)
             tensors = engine.weights()
@@ -242,13 +267,44 @@ class ModelWorker:
             # score probes alone.
             probes = [] if is_sharded else request.probes
             changed, restored = self._trial.step(request.trial, engine, tensors, probes)
-            manifest = self._publisher.publish(
+            publish = self._publisher.announce if request.broadcast else self._publisher.publish
+            manifest = publish(
                 request.version,
                 tensors,
                 trial=request.trial,
                 changed=self._trial.names,
             )
+            if request.broadcast:
+                self._offer(request, tensors)
         return PublishWeightsAnswer(manifest, changed, restored)
+
+    def _offer(self, request: PublishWeightsRequest, tensors: Mapping[str, Tensor]) -> None:
+        """Let generation workers take these tensors from this worker's GPU until the next call of
+        the model, which may change them."""
+        import torch
+
+        from realhf.backends.vllm.broadcast.sender import WeightSender
+
+        if self._sender is None:
+            cuda = torch.cuda.is_available()
+            device = torch.device("cuda", torch.cuda.current_device() if cuda else 0)
+            self._sender = WeightSender(device if cuda else torch.device("cpu"))
+        self._sender.offer(request.version, request.trial, tensors)
+
+    def _start_broadcast(self, request: StartBroadcastRequest) -> StartBroadcastAnswer:
+        """Begin to send the offered version to a group of generation workers."""
+        if self._sender is None:
+            return StartBroadcastAnswer(False)
+        unique_id = self._sender.start(
+            request.version, request.trial, request.members, request.world_size, request.timeout_s
+        )
+        return StartBroadcastAnswer(
+            unique_id is not None, unique_id or b"", self._sender.pack_bytes
+        )
+
+    def _stop_broadcast(self, request: Nothing) -> StopBroadcastAnswer:
+        del request
+        return StopBroadcastAnswer(self._sender.stop() if self._sender is not None else "")
 
     def _load(self, model: ModelSpec, threads: ComputeThreads) -> Model:
         spec = self._plan.spec
@@ -328,6 +384,8 @@ class ModelWorker:
         def run(payload: Any) -> Any:
             if self._host is None:
                 raise RuntimeError(f"{handler} before initialize")
+            if self._sender is not None and handler in _CHANGING:
+                self._sender.withdraw()
             return {**self._host.handlers(), **self._host.immediate_handlers()}[handler](payload)
 
         return run

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from msgspec import Meta, field
 
 from realhf.api.evaluation import EpisodeResult
-from realhf.api.generation import HeldTensor, WeightsManifest
+from realhf.api.generation import GroupSeat, HeldTensor, WeightsManifest
 from realhf.base.messages import Call, Message
 
 ENV_ERROR = "env_error"
@@ -394,6 +394,8 @@ class PublishWeightsRequest(Message, frozen=True):
     ``TRIAL_RESTORE`` changes them back; 0 outside of a self-test."""
     probes: list[Probe] = field(default_factory=list)
     """Sequences to score in the step ``TRIAL_RESTORE``."""
+    broadcast: bool = False
+    """Whether the trainer only offers its own tensors, which ``START_BROADCAST`` then sends."""
 
 
 class PublishWeightsAnswer(Message, frozen=True):
@@ -412,6 +414,41 @@ class PublishWeightsAnswer(Message, frozen=True):
     """Log-probabilities under the restored weights."""
 
 
+class StartBroadcastRequest(Message, frozen=True):
+    """Request to the trainer to send a version to a group of generation workers, which get an
+    ``UpdateWeightsRequest`` with a seat at the same time."""
+
+    version: int
+    """Policy version, the one that was published last."""
+    trial: int
+    """Step of a self-test; 0 outside of one."""
+    members: list[str]
+    """Generation workers in the order of their ranks. A group with the same members is used
+    again."""
+    world_size: int
+    """Number of ranks with the trainer."""
+    timeout_s: float
+    """Seconds until the broadcast counts as failed."""
+
+
+class StartBroadcastAnswer(Message, frozen=True):
+    """Answer of a trainer that begins to send."""
+
+    offered: bool
+    """Whether the trainer still has this version. If not, nothing is sent."""
+    unique_id: bytes = b""
+    """Id of a new group; b"" if its members have joined it before."""
+    pack_bytes: int = 0
+    """Size at which a pack of tensors is full."""
+
+
+class StopBroadcastAnswer(Message, frozen=True):
+    """Answer of a trainer that has ended a group."""
+
+    error: str
+    """Why the weights had not reached the group; "" if the trainer noticed nothing."""
+
+
 TRIAL_CHANGE = 1
 """First step of a self-test of weight updates: change the weights."""
 TRIAL_RESTORE = 2
@@ -426,6 +463,10 @@ COMMITTED = Call("committed", Nothing, Nothing)
 EXPORT = Call("export", ExportRequest, Nothing)
 KEEP_EXPORT = Call("keep_export", KeepExportRequest, Nothing)
 PUBLISH_WEIGHTS = Call("publish_weights", PublishWeightsRequest, PublishWeightsAnswer)
+START_BROADCAST = Call("start_broadcast", StartBroadcastRequest, StartBroadcastAnswer)
+"""Start to send a version to a group of generation workers."""
+STOP_BROADCAST = Call("stop_broadcast", Nothing, StopBroadcastAnswer)
+"""End the group, and with it a broadcast in progress."""
 
 
 # ---- master to the trainer: the stream of samples
@@ -507,6 +548,17 @@ class UpdateWeightsRequest(Message, frozen=True):
 
     manifest: WeightsManifest
     """The new weights and how to get them."""
+    seat: GroupSeat | None = None
+    """Place in the group that gets them by a broadcast; None for other media."""
+
+
+class GroupPlaceAnswer(Message, frozen=True):
+    """Place that a generation worker's engine needs in a group."""
+
+    ranks: int
+    """Number of ranks; 0 if it cannot take part."""
+    reason: str = ""
+    """Why it cannot, as a clause after the engine's name."""
 
 
 class ChangedTensor(Message, frozen=True, array_like=True):
@@ -570,6 +622,8 @@ class ProbeRequest(Message, frozen=True):
 
 PLAY = Call("play", PlayRequest, Nothing)
 UPDATE_WEIGHTS = Call("update_weights", UpdateWeightsRequest, UpdateWeightsAnswer)
+GROUP_PLACE = Call("group_place", Nothing, GroupPlaceAnswer)
+"""Report the place that the engine needs in a group that gets weights by a broadcast."""
 PROBE_WEIGHTS = Call("probe_weights", ProbeRequest, Probe)
 PIN_WEIGHTS = Call("pin_weights", Nothing, PinAnswer)
 """Keep the current weights for an evaluation."""

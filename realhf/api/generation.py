@@ -4,7 +4,7 @@ weights that they load."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
@@ -94,6 +94,41 @@ class StreamingGenerator(Protocol):
         ...
 
 
+class GroupSeat(Message, frozen=True):
+    """A server's place in a group of GPUs that gets weights by a broadcast."""
+
+    unique_id: bytes
+    """Id of the group, with which its members join it; b"" if they have joined it before."""
+    rank_offset: int
+    """Rank of the server's first worker. Rank 0 is the trainer."""
+    world_size: int
+    """Number of ranks: the trainer and the workers of all servers."""
+    pack_bytes: int
+    """Size at which a pack of tensors is full, which both sides must agree on."""
+    timeout_s: float
+    """Seconds that members have to join, and then to receive the weights."""
+
+
+@runtime_checkable
+class GroupMember(Protocol):
+    """What a ``StreamingGenerator`` has if it may get weights by a broadcast."""
+
+    def count_ranks(self) -> tuple[int, str]:
+        """Return the number of ranks that the engine needs in a group, and ""; or 0 and why it
+        cannot take part, as a clause after the engine's name."""
+        ...
+
+    def take_broadcast(
+        self, version: int, slots: Sequence[TensorSlot], seat: GroupSeat, *, again: bool = False
+    ) -> None:
+        """Replace the weights by those that the trainer sends to the group.
+
+        Raises an error if they did not arrive. The engine then samples nothing until it has loaded
+        weights again, by whatever medium.
+        """
+        ...
+
+
 class TokenSource(Protocol):
     """Interface through which an agent gets sampled tokens, on the agent's event loop."""
 
@@ -151,10 +186,10 @@ class WeightsManifest(Message, frozen=True):
     version: int
     """Policy version."""
     medium: str
-    """``shm``, ``disk`` or ``fetch``."""
+    """``shm``, ``disk``, ``fetch`` or ``nccl``."""
     location: str
-    """Name of a shared-memory segment (``shm``), path of a safetensors file (``disk``), or address
-    and ticket (``fetch``)."""
+    """Name of a shared-memory segment (``shm``), path of a safetensors file (``disk``), address and
+    ticket (``fetch``), or "" (``nccl``: the trainer sends its own tensors, see ``GroupSeat``)."""
     nbytes: int
     """Size of the buffer in bytes."""
     checksum: str

@@ -197,6 +197,7 @@ def server_options(model: ModelSpec, options: AsyncConfig, shared: bool) -> Vllm
         runner=engine.vllm_runner,
         tensor_parallel_size=engine.tensor_parallel_size,
         cuda=cuda,
+        transfer="nccl" if options.weights == "nccl" and not shared else "ipc",
     )
 
 

@@ -3,11 +3,12 @@ and trial changes."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -55,11 +56,23 @@ class EngineWeightDigests:
             if name not in now or now[name].digest != before.digest
         ]
 
+    @contextlib.contextmanager
+    def broadcast(self) -> Iterator[None]:
+        """Context manager for the load of a broadcast. If it fails, the engine may hold anything,
+        so that nothing is compared with what it held before."""
+        try:
+            yield
+        except BaseException:
+            self._held = {}
+            self._sent = {}
+            raise
+
     def digest_after_load(
         self, manifest: WeightsManifest, tensors: Mapping[str, Tensor]
     ) -> dict[str, HeldTensor] | None:
         """Return digests of the tensors that the engine holds after it has loaded ``tensors``; None
-        if it cannot report them.
+        if it cannot report them. ``tensors`` is empty after a broadcast, which this process does not
+        see; a tensor that the engine converts is then not proven.
 
         A self-test changes only a few tensors. The digests of the others are reused here, and
         ``find_changed`` computes them before the next update.
@@ -85,6 +98,9 @@ class EngineWeightDigests:
             if tensor is not None and tensor.proven and tensor.dtype != slot.dtype:
                 # The engine keeps another dtype: add the digest that the sent tensor has after this
                 # conversion.
+                if slot.name not in tensors:
+                    answer[slot.name] = HeldTensor("", "")
+                    continue
                 converted = tensors[slot.name].to(getattr(torch, TORCH_NAMES[tensor.dtype]))
                 answer[slot.name] = HeldTensor(
                     tensor.dtype, tensor.digest, digester.digest(converted)

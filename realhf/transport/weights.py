@@ -12,6 +12,8 @@
   its folder: of processes of this host that have ended, and of its own predecessor on any host.
   Nothing is synced to the device: recovery starts from a checkpoint, never from these files.
 - ``fetch``: receivers request the bytes in pieces (``realhf.transport.bulk``).
+- ``nccl``: nothing is stored; the trainer sends its own tensors from GPU to GPU
+  (``realhf.backends.vllm.broadcast``), and this module only describes them.
 
 A version stays available until it is retired.
 """
@@ -575,6 +577,7 @@ class WeightPublisher:
         self._stem = file_stem(run_id, worker)
         self._versions: dict[int, tuple[_Storage, WeightsManifest]] = {}
         self._last = -1
+        self._announced: WeightsManifest | None = None
         self._server = WeightServer(network) if medium == "fetch" else None
         if medium == "disk":
             folder.mkdir(parents=True, exist_ok=True)
@@ -598,11 +601,12 @@ class WeightPublisher:
         two versions.
 
         trial: Step of the self-test, which replaces the last version; only ``changed`` tensors
-        differ from it. Raises ValueError if the version is not above the last one (in a trial: is
-        below it), or if a tensor cannot be sent, and OSError if the medium is full. Nothing is
-        published then.
+        differ from it. Raises ValueError if the version is not above the last one (in a trial, or
+        if that was announced: is below it), or if a tensor cannot be sent, and OSError if the medium
+        is full. Nothing is published then.
         """
-        if version < self._last + (not trial):
+        announced = self._announced is not None and self._announced.version == self._last
+        if version < self._last + (not trial and not announced):
             raise ValueError(f"weights version {version} after version {self._last}")
         latest = self.latest if trial else None
         known = (
@@ -621,6 +625,32 @@ class WeightPublisher:
         for old in sorted(self._versions)[:-KEPT_VERSIONS]:
             self.retire(old)
         return manifest
+
+    def announce(
+        self,
+        version: int,
+        tensors: Mapping[str, Tensor],
+        *,
+        trial: int = 0,
+        changed: Collection[str] = (),
+    ) -> WeightsManifest:
+        """Describe tensors as medium ``nccl`` without copying them: the trainer's GPU sends them by
+        itself. Versions that were published before are retired. Arguments and errors are those of
+        ``publish``."""
+        if version < self._last + (not trial):
+            raise ValueError(f"weights version {version} after version {self._last}")
+        known = {
+            slot.name: slot.digest
+            for slot in (self._announced.slots if trial and self._announced else ())
+            if slot.name not in changed
+        }
+        slots, nbytes = compute_layout(tensors, known)
+        for old in list(self._versions):
+            self.retire(old)
+        self._last = version
+        digest = joint_digest({slot.name: slot.digest for slot in slots})
+        self._announced = WeightsManifest(version, "nccl", "", nbytes, digest, slots, trial)
+        return self._announced
 
     def _store(
         self,

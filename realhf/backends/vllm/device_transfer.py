@@ -7,8 +7,8 @@ environment has torch and realhf, but not the other dependencies of realhf.
 
 The tensors are copied in chunks into a buffer on each GPU of the server. The workers open the
 buffer by its handle, and read a chunk before the next one is written. Tensors on a GPU do not pass
-through host memory. vLLM's alternative transfer, NCCL, does not support a trainer and a server on
-one GPU.
+through host memory. NCCL does not support a trainer and a server on one GPU; for different GPUs see
+``realhf.backends.vllm.broadcast``.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def find_common_gpus(answers: Sequence[Any]) -> list[ServerGpu]:
         for index in range(torch.cuda.device_count())
     }
     uuids = [
-        answer.get("uuid") if isinstance(answer, dict) and answer.get("transfer") else None
+        answer.get("uuid") if isinstance(answer, dict) and answer.get("backend") == "ipc" else None
         for answer in answers
     ]
     if any(uuid not in own for uuid in uuids):

@@ -1,5 +1,5 @@
 """Worker extension inside a vLLM server that loads new weights between two tokens, from a
-safetensors file or from memory of the same GPU, and reports digests of the weights.
+safetensors file, from memory of the same GPU or from a broadcast, and reports digests of the weights.
 
 vLLM loads it (``--worker-extension-cls realhf.backends.vllm.extension.WeightExtension``) in the
 server's environment and mixes the class into its worker. That environment has torch and realhf, but
@@ -11,6 +11,7 @@ device memory from it. The server must be paused while weights change;
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -78,16 +79,79 @@ class WeightExtension:
         }
 
     def place(self) -> dict[str, Any]:
-        """Return ``{"uuid": UUID of this worker's GPU or None, "transfer": whether vLLM's transfer
-        over CUDA IPC is configured}``."""
+        """Return ``{"uuid": UUID of this worker's GPU or None, "backend": that of vLLM's transfer
+        or "", "workers": number of the server's workers, "replicas": data-parallel size}``."""
         engine = getattr(self, "weight_transfer_engine", None)
         device = getattr(self, "device", None)
         if engine is None or getattr(device, "type", "") != "cuda":
-            return {"uuid": None, "transfer": False}
+            return {"uuid": None, "backend": "", "workers": 0, "replicas": 0}
         import torch
 
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        return {"uuid": uuid, "transfer": engine.config.backend == "ipc"}
+        parallel = self.vllm_config.parallel_config  # pyright: ignore[reportAttributeAccessIssue]
+        return {
+            "uuid": str(torch.cuda.get_device_properties(device).uuid),
+            "backend": engine.config.backend,
+            "workers": int(parallel.world_size),
+            "replicas": int(parallel.data_parallel_size),
+        }
+
+    def join_group(self, init_info: dict[str, Any]) -> dict[str, Any]:
+        """Join the group of a trainer, and leave an earlier one. Returns when all ranks have joined
+        (``realhf.backends.vllm.broadcast``)."""
+
+        def join() -> None:
+            self.weight_transfer_engine.shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+            self.init_weight_transfer_engine(init_info)  # pyright: ignore[reportAttributeAccessIssue]
+
+        return {**self._run_and_report(join), "touched": False}
+
+    def take_broadcast(
+        self, version: str, update_info: dict[str, Any], timeout_s: float
+    ) -> dict[str, Any]:
+        """Receive and load the weights that the trainer sends to the group that was joined last.
+
+        Returns a result like ``take_weights``. After ``timeout_s`` seconds, and after every other
+        error, the group is left, and the server needs other weights before it continues.
+        """
+        late = threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            self.weight_transfer_engine.shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+
+        def take() -> None:
+            self._leave_transfer()
+            model = self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue]
+            self.realhf_open = contextlib.ExitStack()
+            digests = self.realhf_open.enter_context(_digest_before_packing(model))
+            self.start_weight_update()  # pyright: ignore[reportAttributeAccessIssue]
+            self.update_weights(update_info)  # pyright: ignore[reportAttributeAccessIssue]
+            if late.is_set():  # vLLM takes nothing from a group that was left, and reports no error
+                raise TimeoutError(f"the weights did not arrive within {timeout_s:g} s")
+            self.finish_weight_update()  # pyright: ignore[reportAttributeAccessIssue]
+            self._leave_transfer()
+            _refresh_tied_head(model)
+            self._record_digests(digests, update_info["names"])
+
+        timer = threading.Timer(timeout_s, give_up)
+        timer.start()
+        try:
+            answer = self._run_and_report(take)
+        finally:
+            timer.cancel()
+        if not answer["ok"]:
+            give_up()
+            self._end_broken_update()
+        return {**answer, "version": int(version)}
+
+    def _end_broken_update(self) -> None:
+        """Put the model's layers back after an update that was cut off; their contents are those of
+        two versions. vLLM would add the next weights to the rest of these."""
+        for step in (self.start_weight_update, self.finish_weight_update):  # pyright: ignore[reportAttributeAccessIssue]
+            # The first one fails if the update is still open. What is wrong otherwise the next
+            # update reports.
+            with contextlib.suppress(Exception):
+                step()
 
     def begin_transfer(self) -> dict[str, Any]:
         """Start to receive weights by vLLM's transfer. ``take_chunk`` and ``end_transfer`` follow.

@@ -2,7 +2,8 @@
 
 New weights are transferred as a safetensors file in memory (memfd), which the server opens through
 /proc. So nothing is left on disk, however the processes end. A server without our extension gets a
-temporary folder.
+temporary folder. On the same GPU they are copied there (``device_transfer``), and a server on other
+GPUs may get them from the trainer's GPU (``broadcast``).
 
 Weights are updated between two tokens of running requests: the server is paused, its workers load
 the weights, and it resumes. The server reports for each token which version sampled it.
@@ -28,8 +29,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from realhf.api.config import GenConfig
-from realhf.api.generation import Done, HeldTensor
-from realhf.api.keys import dtype_tag
+from realhf.api.generation import Done, GroupSeat, HeldTensor, TensorSlot
+from realhf.api.keys import TORCH_NAMES, dtype_tag
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import WEIGHTS, Tracer
 from realhf.backends.embedded.sampling import check_request
@@ -40,6 +41,12 @@ from realhf.backends.vllm.api import (
     VllmApi,
     VllmError,
     position_seed,
+)
+from realhf.backends.vllm.broadcast.payloads import (
+    BroadcastError,
+    build_init_info,
+    build_update_info,
+    sort_for_sending,
 )
 from realhf.backends.vllm.device_transfer import (
     NO_COMMON_GPU,
@@ -65,22 +72,24 @@ def check_tensors(
     A head that is tied to the embedding is not expected and is dropped. Raises ValueError naming a
     tensor that is missing, unknown or of another shape.
     """
-    missing = sorted(expected.keys() - tensors.keys())
-    unknown = sorted(tensors.keys() - expected.keys() - {TIED_HEAD})
+    _check_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()}, expected)
+    known = {name: tensors[name].detach() for name in expected}
+    return {
+        name: (tensor.cpu() if on_host else tensor).contiguous() for name, tensor in known.items()
+    }
+
+
+def _check_shapes(given: Shapes, expected: Shapes) -> None:
+    """Raise ValueError naming a tensor that is missing, unknown or of another shape."""
+    missing = sorted(expected.keys() - given.keys())
+    unknown = sorted(given.keys() - expected.keys() - {TIED_HEAD})
     if missing or unknown:
         raise ValueError(
             f"weights do not fit the server's model: missing {missing[:3]}, unknown {unknown[:3]}"
         )
     for name, shape in expected.items():
-        if tuple(tensors[name].shape) != shape:
-            raise ValueError(
-                f"weights: {name} has shape {tuple(tensors[name].shape)}, the server's model "
-                f"{shape}"
-            )
-    known = {name: tensors[name].detach() for name in expected}
-    return {
-        name: (tensor.cpu() if on_host else tensor).contiguous() for name, tensor in known.items()
-    }
+        if given[name] != shape:
+            raise ValueError(f"weights: {name} has shape {given[name]}, the server's model {shape}")
 
 
 def parse_server_digests(answers: Sequence[Any], names: Sequence[str]) -> dict[str, HeldTensor]:
@@ -192,6 +201,8 @@ class VllmGenerator:
         self._version = version
         self._requests: dict[int, _VllmRequest] = {}
         self._paused = False
+        self._broken = False
+        """Whether the server has weights of two versions, so that it must not sample."""
         self._failure: VllmError | None = None
         self._expected: Shapes | None = None
         self._update_lock = threading.Lock()
@@ -211,6 +222,7 @@ class VllmGenerator:
         self._thread.start()
         try:
             self._model = self._call(self._connect(version), _CALL_TIMEOUT_S)
+            self._places = self._find_places()
             self._common_gpus = self._find_common_gpus()
         except BaseException:
             self.close()
@@ -271,7 +283,8 @@ class VllmGenerator:
     def resume(self) -> None:
         """Resume the server after ``pause``."""
         with self._update_lock:
-            self._call(self._api.resume(), _CALL_TIMEOUT_S)
+            if not self._broken:
+                self._call(self._api.resume(), _CALL_TIMEOUT_S)
             self._paused = False
 
     def load_weights(
@@ -282,17 +295,86 @@ class VllmGenerator:
         If the server may then have a mixture of old and new weights, all later requests fail.
         """
         with self._update_lock:
-            if version == self._version and not again:
+            if not self._needs(version, again):
                 return
-            if version < self._version:
-                raise ValueError(f"weights of version {version} come after version {self._version}")
-            if self._failure is not None:
-                raise self._failure
             shapes = self._expected or {name: tuple(t.shape) for name, t in tensors.items()}
             checked_tensors = check_tensors(tensors, shapes, on_host=not self._common_gpus)
             with self._tracer.span(f"{WEIGHTS}/vllm", version=version):
                 self._load(version, checked_tensors)
             self._expected = {name: tuple(t.shape) for name, t in checked_tensors.items()}
+
+    def count_ranks(self) -> tuple[int, str]:
+        """See ``GroupMember``."""
+        if not self._places:
+            return 0, "does not compute on a GPU of CUDA with our worker extension"
+        first = self._places[0]
+        if first["backend"] != "nccl":
+            return 0, (
+                "shares a GPU with the trainer, or was started without "
+                """--weight-transfer-config '{"backend": "nccl"}'"""
+            )
+        if first["replicas"] != 1 or first["workers"] != len(self._places):
+            return 0, f"has {first['replicas']} data-parallel replicas, which no broadcast reaches"
+        return len(self._places), ""
+
+    def take_broadcast(
+        self, version: int, slots: Sequence[TensorSlot], seat: GroupSeat, *, again: bool = False
+    ) -> None:
+        """See ``GroupMember``. Raises BroadcastError if the weights did not arrive, after which only
+        ``load_weights`` or another broadcast lets the server continue, and VllmError or TimeoutError
+        if the server does not answer; then all later requests fail."""
+        with self._update_lock:
+            # An engine that needs nothing takes part nevertheless: the others wait for it.
+            self._needs(version, again)
+            shapes = {slot.name: slot.shape for slot in slots}
+            _check_shapes(shapes, self._expected or shapes)
+            tensors = sort_for_sending(
+                (slot.name, TORCH_NAMES[slot.dtype], slot.shape) for slot in slots
+            )
+            if seat.unique_id:
+                self._join_group(seat)
+            arguments = {
+                "version": str(version),
+                "update_info": build_update_info(tensors),
+                "timeout_s": seat.timeout_s,
+            }
+            with self._tracer.span(f"{WEIGHTS}/vllm", version=version):
+                self._commit(
+                    version,
+                    iter([("take_broadcast", arguments)]),
+                    broadcast_s=seat.timeout_s,
+                )
+            self._expected = shapes
+
+    def _needs(self, version: int, again: bool) -> bool:
+        """Return whether a version has to be loaded. Raises ValueError for an older one, and the
+        error after which the server is not used any more."""
+        if version == self._version and not again and not self._broken:
+            return False
+        if version < self._version:
+            raise ValueError(f"weights of version {version} come after version {self._version}")
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+    def _join_group(self, seat: GroupSeat) -> None:
+        """Let the server's workers join a group. Raises BroadcastError if one cannot."""
+        info = build_init_info(seat.unique_id, seat.rank_offset, seat.world_size, seat.pack_bytes)
+        limit = seat.timeout_s + _CALL_TIMEOUT_S
+        try:
+            answers = self._call(
+                self._api.on_workers("join_group", {"init_info": info}, limit), limit
+            )
+        except TimeoutError as error:
+            # vLLM waits for the missing rank for ever.
+            self._fail_soon(VllmError(f"{self._api.url} waits for a group: {error}"))
+            raise
+        for answer in answers:
+            if not answer["ok"]:
+                raise BroadcastError(f"{self._api.url} did not join the group: {answer['error']}")
+
+    def _fail_soon(self, error: VllmError) -> None:
+        self._post(self._fail, error)
 
     def weight_digests(self, names: Sequence[str]) -> dict[str, HeldTensor]:
         """See ``StreamingGenerator``. Raises VllmError or TimeoutError.
@@ -364,15 +446,18 @@ class VllmGenerator:
         with folder_on_disk(tensors) as folder:
             self._commit(version, iter([("reload_weights", {"weights_path": folder})]))
 
+    def _find_places(self) -> list[dict[str, Any]]:
+        """Return where each of the server's workers computes; [] if not on CUDA or without our
+        extension."""
+        if self._model.extension != EXTENSION or self._model.device != "cuda":
+            return []
+        return self._call(self._api.on_workers("place", {}, _CALL_TIMEOUT_S), _CALL_TIMEOUT_S)
+
     def _find_common_gpus(self) -> list[ServerGpu]:
         """Return the server's GPUs if it can receive weights from this process by CUDA IPC,
         otherwise []."""
-        if self._model.extension != EXTENSION or self._model.device != "cuda":
-            return []
-        gpus = find_common_gpus(
-            self._call(self._api.on_workers("place", {}, _CALL_TIMEOUT_S), _CALL_TIMEOUT_S)
-        )
-        if not gpus:
+        gpus = find_common_gpus(self._places)
+        if self._places and not gpus and self._places[0]["backend"] != "nccl":
             _log.warning(
                 "%s: weights go through the host's memory, because %s",
                 self._api.url,
@@ -380,24 +465,38 @@ class VllmGenerator:
             )
         return gpus
 
-    def _commit(self, version: int, calls: Iterator[WorkerCall]) -> None:
-        """Run the update on the generator's thread. Raises VllmError if a worker rejected it."""
-        limit = self._update_timeout_s + self._pause_timeout_s + _CALL_TIMEOUT_S
-        for answer in self._call(self._swap_weights(version, calls), limit):
+    def _commit(
+        self, version: int, calls: Iterator[WorkerCall], *, broadcast_s: float | None = None
+    ) -> None:
+        """Run the update on the generator's thread. Raises VllmError if a worker rejected it, or
+        BroadcastError with ``broadcast_s``, the seconds that a broadcast may take."""
+        each_s = self._update_timeout_s + (broadcast_s or 0.0)
+        limit = each_s + self._pause_timeout_s + _CALL_TIMEOUT_S
+        swap = self._swap_weights(version, calls, each_s, repairable=broadcast_s is not None)
+        for answer in self._call(swap, limit):
             if answer is not None and not answer["ok"]:
-                raise VllmError(
+                raise (VllmError if broadcast_s is None else BroadcastError)(
                     f"{self._api.url} did not take version {version}: {answer['error']}"
                 )
 
-    async def _swap_weights(self, version: int, calls: Iterator[WorkerCall]) -> list[Any]:
-        """Pause sampling, replace all weights or none, and resume."""
+    async def _swap_weights(
+        self, version: int, calls: Iterator[WorkerCall], limit_s: float, *, repairable: bool
+    ) -> list[Any]:
+        """Pause sampling, replace all weights or none, and resume.
+
+        If only some were replaced, the server stays paused until the next update
+        (``repairable``), or all requests fail.
+        """
         start_s = time.monotonic()
         try:
             await self._api.pause(clear_cache=self._clear_cache, timeout_s=self._pause_timeout_s)
-            answers = await self._call_workers(calls)
+            answers = await self._call_workers(calls, limit_s)
             if all(answer is None or answer["ok"] for answer in answers):
                 await self._api.set_version(str(version))
                 self._version = version
+                self._broken = False
+            elif repairable:
+                self._broken = True
             elif any(answer["touched"] or answer["ok"] for answer in answers if answer):
                 self._fail(VllmError(f"{self._api.url} has weights of two versions: {answers}"))
         finally:
@@ -407,20 +506,20 @@ class VllmGenerator:
         return answers
 
     async def _resume_server(self) -> None:
-        if self._paused:
+        if self._paused or self._broken:
             return
         try:
             await self._api.resume()
         except (VllmError, TimeoutError) as error:
             self._fail(VllmError(f"{self._api.url} does not continue after an update: {error}"))
 
-    async def _call_workers(self, calls: Iterator[WorkerCall]) -> list[Any]:
+    async def _call_workers(self, calls: Iterator[WorkerCall], limit_s: float) -> list[Any]:
         """Make the calls to the workers one by one. Return the results of the last call, or of the
-        first one that a worker rejected."""
+        first one that a worker rejected. ``limit_s`` bounds each call."""
         answers: list[Any] = []
         try:
             while (step := await asyncio.to_thread(next, calls, None)) is not None:
-                answers = await self._api.on_workers(*step, self._update_timeout_s)
+                answers = await self._api.on_workers(*step, limit_s)
                 if any(answer is not None and not answer["ok"] for answer in answers):
                     break
         except Exception as error:

@@ -3,6 +3,7 @@ processes."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -58,8 +59,11 @@ class VllmOptions:
     """Number of devices that share the model."""
     cuda: bool = False
     """Whether the server runs on CUDA. It then captures CUDA graphs, computes prompts in chunks
-    (which crashes a CPU server if a request has a seed), caches prefixes, and receives weights from
-    memory of its GPUs, by vLLM's transfer over CUDA IPC."""
+    (which crashes a CPU server if a request has a seed), caches prefixes, and receives weights by
+    vLLM's transfer between GPUs."""
+    transfer: str = "ipc"
+    """Transfer of weights on CUDA: ipc from memory of the server's own GPUs, or nccl from a trainer
+    on another one."""
     arguments: tuple[str, ...] = ()
     """Further arguments of ``vllm serve``."""
 
@@ -206,7 +210,8 @@ def _build_command(executable: str, model: str, port: int, options: VllmOptions)
     if options.dtype != "float32":
         command += ["--hf-overrides", HEAD_OVERRIDE]
     if options.cuda:
-        command += ["--enable-prefix-caching", "--weight-transfer-config", '{"backend": "ipc"}']
+        transfer = json.dumps({"backend": options.transfer})
+        command += ["--enable-prefix-caching", "--weight-transfer-config", transfer]
     else:
         command += ["--no-enable-chunked-prefill", "--enforce-eager"]
     if options.max_model_len is not None:

@@ -25,6 +25,7 @@ from realhf.dataflow.rollouts.control import (
     RolloutService,
     RolloutsFailed,
 )
+from realhf.dataflow.rollouts.group_loads import GROUP_MEDIUM, GroupLoads
 from realhf.dataflow.rollouts.held_out import Deliver, HeldOutEvaluations
 from realhf.dataflow.rollouts.metrics import GenerationMetrics, episode_texts, rollout_metrics
 from realhf.dataflow.rollouts.rollout_state import EvaluationQueue, SampleLocations
@@ -210,6 +211,9 @@ class AsyncRollouts(StepSource):
             on_wrong=self.control.fail,
             record=self._record,
             timeout_s=plan.load_timeout_s,
+            groups=GroupLoads(caller, plan.trainer, timeout_s=plan.timeout_s)
+            if options.weights == GROUP_MEDIUM
+            else None,
         )
         self._held_out = HeldOutEvaluations(
             caller,

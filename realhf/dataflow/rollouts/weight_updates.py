@@ -21,6 +21,11 @@ The load task of a worker
   produces: a new manifest, and one load task for each worker;
   waits for: the loads of the previous version by the current workers, then the trainer;
   unblocked by: the end of those loads, or the straggler timer, after which stragglers are no longer current.
+
+With ``groups`` versions are sent by broadcast (``group_loads``). A worker that a broadcast does not
+reach takes part in another one; after ``GROUP_ATTEMPTS`` of them, or if its engine can take none, all
+versions go through the host's memory from then on. A worker that joins after the trainer has begun
+to change the version waits for the next one.
 """
 
 from __future__ import annotations
@@ -40,10 +45,18 @@ from realhf.api.calls import (
     ProbeRequest,
     PublishWeightsAnswer,
     PublishWeightsRequest,
+    UpdateWeightsAnswer,
     UpdateWeightsRequest,
 )
 from realhf.api.generation import WeightsManifest
 from realhf.base import process_clock
+from realhf.dataflow.rollouts.group_loads import (
+    GROUP_MEDIUM,
+    GroupError,
+    GroupLoads,
+    NoGroup,
+    NotOffered,
+)
 from realhf.dataflow.weight_proof import (
     WeightRecord,
     WrongWeights,
@@ -62,12 +75,17 @@ If the first worker took longer than this, the others get as long as it took. Th
 without those that are still loading."""
 
 
+GROUP_ATTEMPTS = 3
+"""Maximum number of broadcasts of one version to a worker."""
+
+
 class WeightUpdates:
     """Publisher of the trainer's weights to all generation workers.
 
     ``trainer`` is the model worker that holds ``role``. ``timeout_s`` bounds each call; a load also
     gets the time that its bytes take. ``record`` logs what was published and what each worker
-    holds. Callbacks:
+    holds. ``groups`` sends weights by broadcast (None: they go through the host's memory).
+    Callbacks:
 
     - ``on_version(version)``: the lowest version of all current workers has grown to this;
     - ``on_failed(worker, error)``: a worker could not load a version that is still the newest, or
@@ -87,6 +105,7 @@ class WeightUpdates:
         record: WeightRecord,
         timeout_s: float,
         straggler_grace_s: float = STRAGGLER_GRACE_S,
+        groups: GroupLoads | None = None,
     ) -> None:
         self._caller = caller
         self._trainer = trainer
@@ -97,6 +116,9 @@ class WeightUpdates:
         self._record = record
         self._timeout_s = timeout_s
         self._straggler_grace_s = straggler_grace_s
+        self._groups = groups
+        self._uses_groups = groups is not None
+        self._publishing_again: asyncio.Task[None] | None = None
         self._versions: dict[str, int] = {}
         self._current: set[str] = set()
         self._announced_version = -1
@@ -145,7 +167,9 @@ class WeightUpdates:
         """
         await self.wait_for_current()
         manifest = (
-            await self._request_publish(PublishWeightsRequest(self._role, version))
+            await self._request_publish(
+                PublishWeightsRequest(self._role, version, broadcast=self._uses_groups)
+            )
         ).manifest
         self._start_loads(manifest)
 
@@ -177,7 +201,13 @@ class WeightUpdates:
         """
         await self.wait_for_current()
         self._testing = True
-        request = PublishWeightsRequest(self._role, self.published_version, trial, list(probes))
+        request = PublishWeightsRequest(
+            self._role,
+            self.published_version,
+            trial,
+            list(probes),
+            broadcast=self._uses_groups,
+        )
         answer = await self._request_publish(request)
         workers = sorted(self._current)
         loads = [self._load(worker, answer.manifest) for worker in workers]
@@ -222,6 +252,8 @@ class WeightUpdates:
 
     def worker_left(self, worker: str) -> None:
         """Forget a generation worker that has died or left."""
+        if self._groups is not None:
+            self._groups.forget(worker)
         self._versions.pop(worker, None)
         self._current.discard(worker)
         task = self._loading.pop(worker, None)
@@ -234,9 +266,13 @@ class WeightUpdates:
         if self._straggler_timer is not None:
             self._straggler_timer.cancel()
         loading = list(self._loading.values())
+        if self._publishing_again is not None:
+            loading.append(self._publishing_again)
         for task in loading:
             task.cancel()
         await asyncio.gather(*loading, return_exceptions=True)
+        if self._groups is not None:
+            await self._groups.close()
 
     def _start_load(self, worker: str) -> None:
         if (
@@ -259,12 +295,37 @@ class WeightUpdates:
         error = task.exception()
         if isinstance(error, WrongWeights):
             self._on_wrong(error)
+        elif isinstance(error, GroupError):
+            self._on_group_failed(worker, error)
         elif isinstance(error, Exception):
             self._on_failed(worker, error)
         elif error is None and self._is_stale(worker):
             # The manifest changed between the end of the task and this callback, so ``_start_load``
             # still saw a load.
             self._start_load(worker)
+
+    def _on_group_failed(self, worker: str, error: GroupError) -> None:
+        """Leave a worker without the newest version, which broadcasts did not bring, until the next
+        one is published; publish by another medium if it was not only too late."""
+        if self._manifest is not None and self._manifest.medium != GROUP_MEDIUM:
+            self._start_load(worker)  # it was published again meanwhile
+        elif isinstance(error, NotOffered):
+            _log.info("%s waits for the next version of the weights: %s", worker, error)
+        elif self._publishing_again is None:
+            _log.warning("weights go through the host's memory from now on: %s", error)
+            self._uses_groups = False
+            self._publishing_again = asyncio.create_task(self._publish_again())
+
+    async def _publish_again(self) -> None:
+        """Publish the newest version once more, by the medium that replaces broadcasts."""
+        version = self.published_version
+        try:
+            answer = await self._request_publish(PublishWeightsRequest(self._role, version))
+        except RpcError as error:  # the trainer has begun to change it, and the next one follows
+            _log.info("version %d is not published again: %s", version, error)
+            return
+        if version == self.published_version:
+            self._start_loads(answer.manifest)
 
     def _is_stale(self, worker: str) -> bool:
         return self._manifest is not None and self._versions[worker] < self._manifest.version
@@ -275,6 +336,10 @@ class WeightUpdates:
         while (manifest := self._manifest) is not None and self._is_stale(worker):
             try:
                 await self._load(worker, manifest)
+            except GroupError:
+                if manifest is not self._manifest:
+                    continue
+                raise
             except RpcError as error:
                 if isinstance(error, RemoteError) and manifest is not self._manifest:
                     continue  # the old version may have been withdrawn: only a failure of the newest counts
@@ -290,19 +355,37 @@ class WeightUpdates:
     async def _load(self, worker: str, manifest: WeightsManifest) -> None:
         """Have a worker load a version. Raises RpcError, or WrongWeights if the worker holds other
         weights afterwards."""
-        timeout_s = self._timeout_s + compute_staging_s(manifest.nbytes)
-        answer = await ask(
-            self._caller,
-            worker,
-            UPDATE_WEIGHTS,
-            UpdateWeightsRequest(manifest),
-            timeout_s=timeout_s,
-        )
+        if manifest.medium == GROUP_MEDIUM:
+            answer = await self._load_in_group(worker, manifest)
+        else:
+            answer = await ask(
+                self._caller,
+                worker,
+                UPDATE_WEIGHTS,
+                UpdateWeightsRequest(manifest),
+                timeout_s=self._timeout_s + compute_staging_s(manifest.nbytes),
+            )
         for name in ("weight_stage_ms", "weight_pause_ms", "weight_digest_ms"):
             self.metrics[name] = getattr(answer, name)
         check_engine_weights(worker, manifest, answer, self._versions.get(worker, -1))
         if manifest.trial != TRIAL_CHANGE:
             self._record.record_loaded(worker, manifest, answer)
+
+    async def _load_in_group(self, worker: str, manifest: WeightsManifest) -> UpdateWeightsAnswer:
+        """Have a worker load a version by a broadcast, or by another one if that fails. Raises
+        GroupError, and RpcError if the worker itself fails."""
+        failed: GroupError | None = None
+        for _ in range(GROUP_ATTEMPTS):
+            if self._groups is None or not self._uses_groups:
+                break
+            try:
+                return await self._groups.load(worker, manifest)
+            except (NoGroup, NotOffered):
+                raise
+            except GroupError as error:
+                failed = error
+                _log.warning("%s takes part in another broadcast: %s", worker, error)
+        raise failed or GroupError("broadcasts of weights were given up")
 
     def _start_straggler_timer(self) -> None:
         """Start the time limit for the other workers, once one of them has loaded the newest

@@ -486,9 +486,9 @@ def test_a_transfer_that_breaks_off_gives_its_buffer_back_at_once(how: str) -> N
 
 
 def test_a_server_is_on_our_gpus_or_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = {"uuid": "b", "transfer": True}
+    here = {"uuid": "b", "backend": "ipc"}
     assert find_common_gpus([here]) == [], "no GPU"
-    assert WeightExtension().place() == {"uuid": None, "transfer": False}
+    assert WeightExtension().place() == {"uuid": None, "backend": "", "workers": 0, "replicas": 0}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(
@@ -496,9 +496,9 @@ def test_a_server_is_on_our_gpus_or_is_not(monkeypatch: pytest.MonkeyPatch) -> N
     )
     assert find_common_gpus([here]) == [ServerGpu(torch.device("cuda", 1), "b")]
     assert [
-        place.uuid for place in find_common_gpus([here, {"uuid": "a", "transfer": True}, here])
+        place.uuid for place in find_common_gpus([here, {"uuid": "a", "backend": "ipc"}, here])
     ] == ["b", "a"]
-    for other in ({"uuid": "c", "transfer": True}, {"uuid": "b", "transfer": False}, None, {}):
+    for other in ({"uuid": "c", "backend": "ipc"}, {"uuid": "b", "backend": "nccl"}, None, {}):
         assert find_common_gpus([here, other]) == []
     assert find_common_gpus([]) == []
 
