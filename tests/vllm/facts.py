@@ -8,10 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realhf.backends.vllm import server
+from realhf.backends.vllm.broadcast.payloads import build_init_info, build_update_info
 from realhf.backends.vllm.server import VllmOptions
 from tests.vllm.sources import VllmSources
 
 WORKER = "v1/worker/gpu_worker.py"
+NCCL = "distributed/weight_transfer/nccl_engine.py"
+COMMON = "distributed/weight_transfer/nccl_common.py"
+PYNCCL = "distributed/device_communicators/pynccl.py"
+BROADCAST_PY = "realhf/backends/vllm/broadcast/__init__.py"
 IPC = "distributed/weight_transfer/ipc_engine.py"
 SERVER_PY = "realhf/backends/vllm/server.py"
 EXTENSION_PY = "realhf/backends/vllm/extension.py"
@@ -183,8 +188,99 @@ def list_facts(folder: Path) -> Iterator[Fact]:
             r"list_args\[6\] = device_index",
         ),
     )
+    yield from _list_broadcast_facts()
     yield Fact(
         "a backend of the transfer is named in its configuration",
         SERVER_PY,
         _has_fields("config/weight_transfer.py", "WeightTransferConfig", ("backend",)),
     )
+
+
+def _list_broadcast_facts() -> Iterator[Fact]:
+    """What ``realhf.backends.vllm.broadcast`` and its stand-in in the tests take for granted."""
+    checks = {
+        "fields with which a group is joined": _has_fields(
+            COMMON, "NCCLWeightTransferInitInfo", build_init_info(bytes(128), 1, 2, 1)
+        ),
+        "a group is joined by a unique id": _says(
+            COMMON, "worker_init_process_group", "unique_id_bytes is not None", "world_size"
+        ),
+        "a unique id is standard base64": _says(
+            COMMON, "decode_nccl_unique_id", r"base64\.b64decode\(nccl_unique_id_b64, validate=True"
+        ),
+        "fields of a broadcast": _has_fields(
+            NCCL, "NCCLWeightTransferUpdateInfo", build_update_info([])
+        ),
+        "the engine receives packs from rank 0": _says(
+            NCCL,
+            "NCCLWeightTransferEngine.receive_weights",
+            r"if self\.packed",
+            r"packed_nccl_broadcast_consumer\(",
+            r"src=0",
+            r"post_unpack_func=self\.model\.load_weights",
+            r"num_buffers=self\.packed_num_buffers",
+        ),
+        "the engine takes the packs' size when it joins": _says(
+            NCCL,
+            "NCCLWeightTransferEngine.init_transfer_engine",
+            r"self\.packed_buffer_size_bytes = init_info\.packed_buffer_size_bytes",
+        ),
+        "a group is left by shutdown": _says(
+            NCCL,
+            "NCCLWeightTransferEngine.shutdown",
+            r"self\.model_update_group\.destroy\(\)",
+            r"self\.model_update_group = None",
+        ),
+        "to leave a group aborts it from another thread": _says(
+            PYNCCL, "PyNcclCommunicator.destroy", "ncclCommAbort", r"self\.disabled = True"
+        ),
+        "a group that was left takes nothing": _says(
+            PYNCCL, "PyNcclCommunicator.broadcast", r"if self\.disabled:\s+return"
+        ),
+        "all ranks sum one element when they have joined": _says(
+            PYNCCL,
+            "PyNcclCommunicator._init_comm",
+            r"ncclCommInitRank\(.*torch\.zeros\(1, device=device\).*self\.all_reduce\(data\)",
+        ),
+        "a unique id has 128 bytes": _matches(
+            "distributed/device_communicators/pynccl_wrapper.py",
+            r"^NCCL_UNIQUE_ID_BYTES\b.*= 128$|internal.*c_byte \* 128",
+        ),
+        "ranks of a server's workers follow one another": _matches(
+            COMMON,
+            r"dp_rank \* world_size_per_dp \+ rank_within_dp",
+        ),
+        "an update that failed is not active": _says(
+            WORKER,
+            "Worker.update_weights",
+            r"if not self\._weight_update_active:\s+raise RuntimeError",
+            r"except BaseException:\s+self\._weight_update_active = False",
+        ),
+        "an update cannot begin within another": _matches(
+            WORKER, r"if self\._weight_update_active:\s+raise RuntimeError"
+        ),
+        "a layer is loaded when as many elements have arrived as it has": _matches(
+            "model_executor/model_loader/reload/layerwise.py",
+            r"if info\.load_numel >= info\.load_numel_total:",
+        ),
+        "an end puts back layers that have not got all of theirs": _says(
+            "model_executor/model_loader/reload/layerwise.py",
+            "finalize_layerwise_processing",
+            r"info\.load_numel <= 0",
+            r"_place_kernel_tensors\(layer, info\)",
+            r"_layerwise_process\(layer, info\)",
+            r"info\.reset\(\)",
+        ),
+    }
+    for name, check in checks.items():
+        yield Fact(name, BROADCAST_PY, check)
+
+
+def _matches(file: str, pattern: str) -> Callable[[VllmSources], str]:
+    """The text of a file contains a pattern."""
+
+    def find_problem(sources: VllmSources) -> str:
+        found = re.search(pattern, sources.text(file), re.DOTALL | re.MULTILINE)
+        return "" if found else f"vllm/{file} does not say {pattern!r}"
+
+    return find_problem
