@@ -39,6 +39,7 @@ from realhf.launch.plugins import (
 )
 from realhf.launch.step_trace import check_trace, trace_lines
 from realhf.launch.vllm_choice import find_executable
+from realhf.launch.weights_choice import choose_medium, describe_medium
 from realhf.scheduler.machine import NO_GPUS, Machine
 
 LARGE_RATE = 5e-5
@@ -117,10 +118,18 @@ def build_experiment(composed: ComposedConfig) -> BuiltExperiment:
             "cannot tell which policy is the best"
         )
     *_, graph = [build_spec_graph(every) for every in all_specs]
+    final = choose_medium(
+        from_json_value(ExperimentSpec, plain),
+        config,
+        {*composed.overridden, *composed.written, *sum(composed.chosen.values(), ())},
+        _assign_gpus(spec, config, composed.machine),
+        gpu_count=len(composed.machine.gpus),
+        several_hosts=load_scheduler(config.scheduler.path).several_hosts,
+    )
     return BuiltExperiment(
         config,
         composed.file.plugin,
-        from_json_value(ExperimentSpec, plain),
+        final,
         graph,
         effective_options(config, reads),
         composed.machine,
@@ -212,6 +221,8 @@ def _describe_machine(built: BuiltExperiment) -> Iterator[str]:
             if model is not None and model.engine.tensor_parallel_size > 1
             else ""
         )
+    if line := describe_medium(spec, gpus):
+        yield line
 
 
 _LAYOUT_OPTIONS = "actor.workers, async_rl.n_generation_workers, engine.tensor_parallel_size"
