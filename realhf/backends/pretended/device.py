@@ -9,11 +9,10 @@ kernel or a layout with its reference pass.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -115,16 +114,16 @@ class PretendedDevice:
         self._next_address = _BLOCK_BYTES
         self._unknown: set[int] = set()
         self._lock = threading.RLock()
-        self._handlers: dict[Any, Callable[..., Any]] = {
-            aten._local_scalar_dense.default: self._read_number,
-            aten.equal.default: self._compare,
-            aten._to_copy.default: self._convert,
-            aten.copy_.default: self._copy,
-            aten.nonzero.default: self._find_nonzero,
-            aten.index.Tensor: self._index,
-            aten.index_put_.default: self._index_put,
-            aten.index_put.default: self._index_put,
-            aten.masked_select.default: lambda func, tensor, mask: self._index(
+        self._handlers: dict[int, Callable[..., Any]] = {
+            id(aten._local_scalar_dense.default): self._read_number,
+            id(aten.equal.default): self._compare,
+            id(aten._to_copy.default): self._convert,
+            id(aten.copy_.default): self._copy,
+            id(aten.nonzero.default): self._find_nonzero,
+            id(aten.index.Tensor): self._index,
+            id(aten.index_put_.default): self._index_put,
+            id(aten.index_put.default): self._index_put,
+            id(aten.masked_select.default): lambda func, tensor, mask: self._index(
                 aten.index.Tensor, tensor, [mask]
             ),
         }
@@ -264,24 +263,28 @@ class PretendedDevice:
 
         Raises DevicesMixed, WideProduct or TooManySyncs naming the line of the product.
         """
-        if _schema_of(func).is_composite:
+        schema = _schema_of(func)
+        if schema.is_composite:
             # In inference mode torch does not take these operations apart by itself.
             result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        self.operations[str(func)] += 1
-        if func in self._handlers:
-            return self._handlers[func](func, *args, **kwargs)
-        self._refuse_mixed(func, args, kwargs)
+        self.operations[schema.name] += 1
+        handler = self._handlers.get(id(func))
+        if handler is not None:
+            return handler(func, *args, **kwargs)
+        tensors = find_tensors(args, kwargs)
+        self._refuse_mixed(func, tensors)
         self._refuse_wide(func, args)
-        return self._compute(func, args, kwargs)
+        return self._compute(func, args, kwargs, tensors)
 
-    def _compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _compute(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: Any = None) -> Any:
         """Return the result of an operation by its meta kernel, with known numbers if all of its
-        inputs have them."""
+        inputs have them. ``tensors`` are those of the arguments; None to look for them."""
         if _schema_of(func).is_fused_optimizer:
             return None  # in place, and without a meta kernel
-        tensors = find_tensors(args, kwargs)
+        if tensors is None:
+            tensors = find_tensors(args, kwargs)
         inputs = [t for t in tensors if isinstance(t, PretendedTensor)]
         result = self._run_meta(func, args, kwargs, tensors)
         known = self._compute_known(func, args, kwargs, inputs)
@@ -299,7 +302,7 @@ class PretendedDevice:
         in Python and slow."""
         if not _schema_of(func).is_repeatable:
             return func(*map_values(_to_plain, args), **map_values(_to_plain, kwargs))
-        key = (func, _describe(args), _describe(kwargs.items()))
+        key = (id(func), _describe(args), _describe(tuple(kwargs.items())))
         remembered = _meta_results.get(key)
         if remembered is not None:
             return remembered.repeat(tensors)
@@ -354,13 +357,13 @@ class PretendedDevice:
 
     # ---- what a device refuses
 
-    def _refuse_mixed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _refuse_mixed(self, func: Any, tensors: Sequence[Tensor]) -> None:
         """Raise DevicesMixed for tensors of both devices; a single number of the host is allowed,
         as in torch."""
-        tensors = find_tensors(args, kwargs)
-        here = [tensor for tensor in tensors if isinstance(tensor, PretendedTensor)]
         host = [tensor for tensor in tensors if _is_of_host(tensor) and tensor.ndim > 0]
-        if here and host:
+        if not host:
+            return
+        if here := [tensor for tensor in tensors if isinstance(tensor, PretendedTensor)]:
             raise DevicesMixed(
                 f"{func} got tensors of cuda:0 {[tuple(t.shape) for t in here]} and of the CPU "
                 f"{[tuple(t.shape) for t in host]}, at {calling_line()}"
@@ -408,7 +411,7 @@ class PretendedDevice:
         return UNKNOWN if tensor.dtype.is_floating_point else 0
 
     def _compare(self, func: Any, tensor: Tensor, other: Tensor) -> bool:
-        self._refuse_mixed(func, (tensor, other), {})
+        self._refuse_mixed(func, (tensor, other))
         self._sync("equal")
         return tensor.shape == other.shape
 
@@ -469,7 +472,7 @@ class PretendedDevice:
         self, func: Any, tensor: Tensor, indices: Sequence[Any], values: Tensor, *args: Any
     ) -> Any:
         where = self._list_indices(func, tensor, indices)
-        self._refuse_mixed(func, (tensor, values), {})
+        self._refuse_mixed(func, (tensor, values))
         if values.numel() != 1 and any(_is_mask(index) for index in indices):
             # the meta kernel cannot know how many values fit an unknown mask
             self._forget(tensor)
@@ -485,7 +488,7 @@ class PretendedDevice:
                 found.append(None)
                 continue
             if isinstance(index, PretendedTensor) and not isinstance(tensor, PretendedTensor):
-                self._refuse_mixed(func, (tensor, index), {})
+                self._refuse_mixed(func, (tensor, index))
             if isinstance(index, PretendedTensor) and _is_mask(index):
                 found += self._find_nonzero(aten.nonzero.default, index).unbind(1)
                 continue
@@ -567,9 +570,9 @@ def _describe(value: Any) -> Any:
     """Return what the result of a meta kernel depends on, hashable."""
     if isinstance(value, Tensor):
         return (type(value), value.shape, value.stride(), value.dtype)
-    if isinstance(value, (str, torch.dtype, torch.device)) or not isinstance(value, Iterable):
-        return (type(value), value)
-    return tuple(map(_describe, value))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_describe, value))
+    return (type(value), value)
 
 
 def _is_mask(index: Any) -> bool:
@@ -584,6 +587,8 @@ def _is_of_host(tensor: Tensor) -> bool:
 class _Schema:
     """What is asked about an operation whenever it runs."""
 
+    name: str
+    """Its name."""
     is_composite: bool
     """Whether it is made of other operations."""
     is_fused_optimizer: bool
@@ -598,8 +603,23 @@ class _Schema:
     """Position and name of each argument that is written in place."""
 
 
-@functools.cache
+_schemas: dict[int, _Schema] = {}
+"""By identity of the operation: torch computes their hashes in Python."""
+
+
+def is_composite(func: Any) -> bool:
+    """Return whether an operation is made of other operations."""
+    return _schema_of(func).is_composite
+
+
 def _schema_of(func: Any) -> _Schema:
+    schema = _schemas.get(id(func))
+    if schema is None:
+        schema = _schemas[id(func)] = _read_schema(func)
+    return schema
+
+
+def _read_schema(func: Any) -> _Schema:
     name = func._schema.name.removeprefix("aten::")
     written = [
         (position, argument.name)
@@ -611,6 +631,7 @@ def _schema_of(func: Any) -> _Schema:
     )
     attention = name.startswith(_ATTENTION)
     return _Schema(
+        str(func),
         composite,
         name.startswith("_fused_adam"),
         attention or name in _PRODUCTS,

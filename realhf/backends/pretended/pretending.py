@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from realhf.backends.embedded import attention, forward_pass
-from realhf.backends.pretended.device import PretendedDevice
-from realhf.backends.pretended.tensor import PretendedTensor, find_tensors
+from realhf.backends.pretended.device import PretendedDevice, is_composite
+from realhf.backends.pretended.tensor import PretendedTensor, has_pretended
 from realhf.backends.training.selected_logprobs import supports_bf16_products
 
 
@@ -32,11 +32,11 @@ class _Interception(TorchDispatchMode):
         options = kwargs or {}
         device = options.get("device")
         on_device = device is not None and torch.device(device).type == "cuda"
-        if not on_device and not any(
-            isinstance(tensor, PretendedTensor) for tensor in find_tensors(args, options)
-        ):
+        if not on_device and not has_pretended(args) and not has_pretended(options.values()):
             return func(*args, **options)
-        with self:
+        if not is_composite(func):
+            return self._device.run(func, args, options)
+        with self:  # which sees the operations that it is made of
             return self._device.run(func, args, options)
 
 
