@@ -318,10 +318,11 @@ test-agents: install .venv-agents/.clients .venv-crewai/.installed
 	@touch $@
 
 # vLLM wants another transformers than constraints.txt, so it has an environment of its own. torch is that of constraints.txt,
-# since both sides describe a GPU's memory to each other by it. With ARGS=--dry-run the environment stays empty.
+# since both sides describe a GPU's memory to each other by it; "===" leaves out torch for the CPU (2.13.0+cpu), which pip takes
+# for a newer one where it sees it. With ARGS=--dry-run the environment stays empty.
 vllm-cuda: | $(STAMP)
 	@test -x .venv-vllm-cuda/bin/python || $(BIN)/python -m venv .venv-vllm-cuda
-	.venv-vllm-cuda/bin/python -m pip install $(ARGS) torch==2.13.0 vllm==0.32.0
+	.venv-vllm-cuda/bin/python -m pip install $(ARGS) torch===2.13.0 vllm==0.32.0
 
 test-vllm: install .venv-vllm/.installed
 	$(BIN)/python -m pytest -q -rs tests/vllm --run-vllm

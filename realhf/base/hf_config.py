@@ -154,10 +154,13 @@ def model_size(path: str) -> ModelSize | None:
 
 
 def head_size(path: str) -> int | None:
-    """Return the size of a model's attention heads, given by its folder; None if it is not
+    """Return the size of a model's attention heads, given as in ``model_size``; None if it is not
     known."""
+    folder = find_model_folder(path)
+    if folder is None:
+        return None
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        config = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return _head_width(next(iter(layer_options(config.get("text_config") or config)), {}))
     return None
 

@@ -279,6 +279,11 @@ def _version_problems(
             f"{option}: vLLM {installed.version} was built for the CPU, and a GPU is visible here; "
             "name one for CUDA (`make vllm-cuda`), or launch with an empty CUDA_VISIBLE_DEVICES"
         )
+    elif machine.gpus and installed.torch.endswith("+cpu"):
+        yield (
+            f"{option}: its environment has torch {installed.torch}, which was built for the CPU; "
+            f"install torch==={OWN_TORCH}.0 there (`make vllm-cuda`)"
+        )
     if not machine.gpus and not installed.for_cpu:
         yield (
             f"{option}: vLLM {installed.version} was built for CUDA, and no GPU is visible here; "
@@ -287,8 +292,8 @@ def _version_problems(
 
 
 def version_warnings(config: ExperimentConfig, machine: Machine) -> Iterator[str]:
-    """Yield a warning for a vLLM that is newer than those that were looked at, or that has another
-    torch than the trainer, on a GPU."""
+    """Yield a warning for a vLLM that is newer than those that were looked at, that has no released
+    version, or that has another torch than the trainer, on a GPU."""
     engine = config.engine
     installed = _find_installed(config, machine)
     if installed is None:
@@ -299,6 +304,11 @@ def version_warnings(config: ExperimentConfig, machine: Machine) -> Iterator[str
             f"{option}: vLLM {installed.version} is newer than {'.'.join(map(str, NEWEST))}, the "
             "last one whose sources were compared; the self-test at the start finds weights that "
             "do not arrive"
+        )
+    if installed.release is None:
+        yield (
+            f"{option}: vLLM {installed.version} is not a release, so its sources were not compared; "
+            f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))} were (`make vllm-cuda`)"
         )
     if machine.gpus and installed.torch and not installed.torch.startswith(f"{OWN_TORCH}."):
         yield (

