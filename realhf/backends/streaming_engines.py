@@ -19,6 +19,7 @@ from realhf.api.generation import StreamingGenerator
 from realhf.api.trace import Tracer
 from realhf.backends.embedded.memory import cache_bytes
 from realhf.backends.training.tokenizer_loading import check_dense
+from realhf.base.engine_memory import cache_in, describe_no_room, server_room
 from realhf.base.files import write_atomic
 from realhf.base.hf_config import (
     TrainerMemory,
@@ -201,13 +202,6 @@ def server_options(model: ModelSpec, options: AsyncConfig, shared: bool) -> Vllm
     )
 
 
-_SERVER_BYTES = 3 << 30
-"""GPU memory that a vLLM server needs besides weights and KV cache, estimated: CUDA's context,
-graphs, activations, and the logits of a full batch."""
-_SMALLEST_CACHE = 0.25
-"""Fraction of a server's memory, without its weights, that its KV cache gets at least."""
-
-
 def compute_cache_bytes(model: ModelSpec, free: int, total: int) -> int:
     """Return the size of the KV cache of a server on a GPU that a trainer uses too, with ``free``
     of ``total`` bytes free when the server is started.
@@ -216,51 +210,20 @@ def compute_cache_bytes(model: ModelSpec, free: int, total: int) -> int:
     the weights do not fit.
     """
     size = model_size(model.path)
-    weights = (
-        0 if size is None else weight_bytes(size, model.dtype) // model.engine.tensor_parallel_size
-    )
-    room = _compute_server_bytes(model, free, total) - weights
-    return max(room - _SERVER_BYTES, int(room * _SMALLEST_CACHE))
-
-
-def _compute_server_bytes(model: ModelSpec, free: int, total: int) -> int:
-    """Return the GPU memory in bytes that a server gets if the trainer of its model uses the same
-    GPU: half of what remains once the trainer has allocated everything. The other half is for the
-    trainer's passes.
-
-    Gradients and optimizer moments are allocated in the trainer's first update, long after the
-    server has taken its share, so they are subtracted here. Whether the trainer has already loaded
-    its weights is unknown, so the lower of two bounds is used.
-    """
-    size = model_size(model.path)
     trainer = _estimate_trainer_memory(model)
-    if size is None or trainer is None:
-        return free // 2
-    room = min(free - trainer.first_update, total - trainer.loaded - trainer.first_update) // 2
-    needed = weight_bytes(size, model.dtype) // model.engine.tensor_parallel_size
-    if room <= needed:
-        gib = [
-            f"{nbytes / 2**30:.3g}"
-            for nbytes in (
-                total,
-                free,
-                trainer.loaded + trainer.first_update,
-                max(room, 0),
-                needed,
-            )
-        ]
+    parallel_size = model.engine.tensor_parallel_size
+    weights = 0 if size is None else weight_bytes(size, model.dtype) // parallel_size
+    if trainer is None:
+        return cache_in(free // 2 - weights)
+    room = server_room(free, total, loaded=trainer.loaded, first_update=trainer.first_update)
+    if room <= weights:
+        taken = trainer.loaded + trainer.first_update
         raise RuntimeError(
-            f"vLLM does not fit next to the trainer of {model.role} on a GPU of {gib[0]} GiB with "
-            f"{gib[1]} free: the "
-            f"trainer needs {gib[2]} GiB, which leaves {gib[3]} to vLLM for weights of "
-            f"{gib[4]}; give it a "
-            f"GPU of its own (allocation.gpus), train fewer parameters ({model.role}.lora.rank), "
-            f"set "
-            f"{model.role}.optimizer.offload=true, set its share yourself "
-            f"(engine.gpu_memory_utilization), or use "
-            "engine.name=embedded"
+            describe_no_room(
+                model.role, total=total, free=free, trainer=taken, room=room, needed=weights
+            )
         )
-    return room
+    return cache_in(room - weights)
 
 
 def _estimate_trainer_memory(model: ModelSpec) -> TrainerMemory | None:

@@ -312,7 +312,7 @@ def estimate_needs(
     positive, else on the host."""
     needs = []
     for model in spec.models.values():
-        size = _model_size(model, config)
+        size = find_model_size(model, config)
         on_gpu = gpu_count > 0 and not str(model.backend_args.get("device", "auto")).startswith(
             "cpu"
         )
@@ -321,13 +321,15 @@ def estimate_needs(
             name = f"model_worker/{index}"
             parts = None if size is None else _model_worker_bytes(spec, model, size, config)
             needs.append(MemoryNeed(name, model.role, model.path, device(name), parts))
-        if spec.rollout is not None and spec.rollout.role == model.role:
+        # A running server has a GPU that nobody here knows of.
+        starts = model.engine.name != "vllm" or model.engine.vllm_url is None
+        if spec.rollout is not None and spec.rollout.role == model.role and starts:
             engines = [name for name in spec.rollout.workers if name.startswith("generation/")]
             episodes = spec.rollout.sessions * spec.rollout.options.n_rollout_workers / len(engines)
             for name in engines:
                 parts = None
                 if size is not None:
-                    kv_cache = _kv_cache_bytes(model, size, config, episodes)
+                    kv_cache = key_value_bytes(model, size, config, episodes)
                     parts = {"weights": weight_bytes(size, model.dtype), KEY_VALUES: kv_cache}
                 needs.append(MemoryNeed(name, model.role, model.path, device(name), parts))
     return needs
@@ -406,7 +408,7 @@ def sum_parts(needs: Sequence[MemoryNeed]) -> dict[str, int]:
     }
 
 
-def _model_size(model: ModelSpec, config: ExperimentConfig) -> ModelSize | None:
+def find_model_size(model: ModelSpec, config: ExperimentConfig) -> ModelSize | None:
     """Return the size of a role's model, or None if it is not known. A model that a warm start has
     not created yet is taken to be as large as the actor."""
     size = model_size(model.path)
@@ -426,6 +428,17 @@ def _model_size(model: ModelSpec, config: ExperimentConfig) -> ModelSize | None:
     )
 
 
+def sampled_sessions(spec: ExperimentSpec) -> int:
+    """Return the largest number of episodes that the calls and evaluations of an experiment sample
+    at once; 0 if they sample none."""
+    arguments = [
+        mfc.interface_args for mfc in spec.mfcs if mfc.interface_type is InterfaceType.GENERATE
+    ]
+    if spec.evaluation is not None and spec.evaluation.generates:
+        arguments.append(spec.evaluation.interface_args)
+    return max((int(each.get("sessions", 1)) for each in arguments), default=0)
+
+
 def _model_worker_bytes(
     spec: ExperimentSpec, model: ModelSpec, size: ModelSize, config: ExperimentConfig
 ) -> dict[str, int]:
@@ -435,21 +448,16 @@ def _model_worker_bytes(
     tokens = max(
         config.mb_spec.max_tokens_per_mb or MICRO_BATCH_TOKENS, config.rollout.max_total_tokens
     )
-    sampling_args = [
-        mfc.interface_args for mfc in spec.mfcs if mfc.interface_type is InterfaceType.GENERATE
-    ]
-    if spec.evaluation is not None:
-        sampling_args.append(spec.evaluation.interface_args)
+    sessions = sampled_sessions(spec)
     samples = (
         spec.rollout is None
-        and sampling_args
+        and sessions
         and model.role == "actor"
         and model.engine.name == "embedded"
     )
     kv_cache = 0
     if samples:
-        sessions = max(int(args.get("sessions", 1)) for args in sampling_args)
-        kv_cache = _kv_cache_bytes(model, size, config, sessions)
+        kv_cache = key_value_bytes(model, size, config, sessions)
     if not model.trainable:
         weights = 0 if model.base_of else weight_bytes(size, model.dtype)
         return {"weights": weights, KEY_VALUES: kv_cache}
@@ -473,7 +481,7 @@ def _model_worker_bytes(
     }
 
 
-def _kv_cache_bytes(
+def key_value_bytes(
     model: ModelSpec, size: ModelSize, config: ExperimentConfig, episodes: float
 ) -> int:
     """Return the size in bytes of the KV cache for ``episodes`` episodes of maximum length, limited

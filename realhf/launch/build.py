@@ -31,6 +31,7 @@ from realhf.launch.allocation import (
 )
 from realhf.launch.checks import is_builtin
 from realhf.launch.compose import ComposedConfig
+from realhf.launch.engine_plan import plan_engines
 from realhf.launch.plugins import (
     ExperimentFile,
     describe_user_error,
@@ -283,7 +284,8 @@ def _estimate_memory(built: BuiltExperiment) -> tuple[list[MemoryNeed], dict[int
     gpus = _assign_gpus(built.spec, built.config, built.machine)
     first = {name: numbers[0] for name, numbers in gpus.items()}
     needs = estimate_needs(built.spec, built.config, first, len(built.machine.gpus))
-    return needs, free_bytes(built.machine)
+    planned = plan_engines(needs, built.spec, built.config, gpus, built.machine)
+    return planned, free_bytes(built.machine)
 
 
 def _trained_models(spec: ExperimentSpec) -> list[ModelSpec]:

@@ -57,10 +57,8 @@ class Plan(NamedTuple):
 
     @property
     def warnings(self) -> list[str]:
-        """What is warned of besides too little memory."""
         start = "warning: "
-        found = [line.removeprefix(start) for line in self.said if line.startswith(start)]
-        return [line for line in found if not line.startswith("GPU ")]
+        return [line.removeprefix(start) for line in self.said if line.startswith(start)]
 
     def line(self, name: str) -> str:
         """The line of this name, without the name; "" if there is none."""
@@ -79,12 +77,14 @@ class Plan(NamedTuple):
         return {name: [int(number) for number in text.split(" and ")] for name, text in pairs}
 
     @property
-    def memory(self) -> dict[tuple[str, str, str], float]:
-        """GiB in all by process, role and device."""
+    def memory(self) -> dict[tuple[str, str, str], dict[str, float]]:
+        """GiB of each part by process, role and device."""
         found = {}
+        names = self.line("memory, estimated, GiB").split("  ")
         for line in self.lines:
-            if parts := re.fullmatch(r"  (\S+) (\w+) \(([\w ]+)\): .* = ([\d.e+]+)", line):
-                found[parts[1], parts[2], parts[3]] = float(parts[4])
+            if parts := re.fullmatch(r"  (\S.*) (\w+) \(([\w ]+)\): (.*)  = [\d.e+]+", line):
+                sizes = map(float, parts[4].split("  "))
+                found[parts[1], parts[2], parts[3]] = dict(zip(names, sizes, strict=True))
         return found
 
     @property
@@ -200,7 +200,7 @@ def test_every_recipe_is_planned_on_every_machine(check: Check, recipe: str, mac
     used = {f"GPU {number}" for numbers in plan.gpus.values() for number in numbers} or {"GPU 0"}
     assert {device for _, _, device in plan.memory} == plan.devices.keys() == used
     for needed, free in plan.devices.values():
-        assert needed > 0 and free == 79.02
+        assert 0 < needed < 79.02 == free
 
 
 class Layout(NamedTuple):
@@ -257,8 +257,19 @@ def test_usual_layouts_are_planned_as_the_page_says(check: Check, layout: Layout
             layout.machine[0]
         )
     for process, _, device in plan.memory:
-        assert device == f"GPU {plan.gpus.get(process, [0])[0]}"
-    assert all(needed > 0 and free == 79.02 for needed, free in plan.devices.values())
+        assert int(device.removeprefix("GPU ")) in plan.gpus.get(process, [0])
+    assert all(0 < needed < 79.02 == free for needed, free in plan.devices.values())
+    servers = [
+        parts
+        for (process, _, _), parts in plan.memory.items()
+        if process.startswith(("generation/", "vllm of "))
+    ]
+    size = 7.49 if "qwen3_4b" in layout.options else 1.11
+    share = 2 if "tensor_parallel_size=2" in layout.options else 1
+    assert len(servers) == share * len(layout.servers.split(", ") if layout.servers else ())
+    for parts in servers:
+        assert parts["weights"] == pytest.approx(size / share, rel=0.01)
+        assert 0.2 < parts["keys, values"] < 70, "what it gets, not what all episodes need at once"
 
 
 @pytest.mark.slow
@@ -352,6 +363,18 @@ def test_usual_layouts_are_planned_as_the_page_says(check: Check, layout: Layout
             f"{SYNC} actor.experts=true engine.name=vllm",
             "actor.experts=true: vLLM keeps a tensor for each expert .*; use engine.name=embedded",
         ),
+        (
+            "1xH100",
+            "experiment=grpo_async env=countdown actor.path=Qwen/Qwen3-4B",
+            r"vLLM does not fit next to the trainer of actor on a GPU of 79.6 GiB with 79 free: .* to "
+            r"vLLM for weights of 7.49; give it a GPU of its own \(allocation.gpus\), train fewer",
+        ),
+        (
+            "1xL4",
+            f"{SYNC} rollout.max_total_tokens=40000 rollout.max_turns=2",
+            "rollout.max_total_tokens=40000: keys and values of one episode take 4.27 GiB of GPU 0, "
+            "and vLLM has .* for them besides its weights of 1.11; lower it, give the server",
+        ),
         ("8xH900", SYNC, r"machine=8xH900: there is no record of a GPU 'H900' \(known are B200, "),
         ("0xH100", SYNC, "machine=0xH100: plans for 1 to 64 GPUs, and `cpu` for a machine without"),
         (
@@ -393,6 +416,35 @@ def test_what_a_machine_does_badly_is_warned_of(check: Check, folder: Path, tmp_
             )
             for line in plan.warnings
         )
+
+
+@pytest.mark.slow
+def test_a_server_on_several_gpus_has_as_much_on_each(check: Check) -> None:
+    """Of those the trainer uses one, so that the other has room that nobody takes."""
+    plan = check("2xH100", SYNC, "engine.tensor_parallel_size=2")
+    name = "vllm of model_worker/0"
+    first, second = (plan.memory[name, "actor", f"GPU {number}"] for number in range(2))
+    assert first == second and first["weights"] == pytest.approx(0.555, rel=0.01)
+    alone = check("1xH100", SYNC).memory[name, "actor", "GPU 0"]
+    assert alone["weights"] == pytest.approx(1.11, rel=0.01)
+    assert 20 < alone["keys, values"] < first["keys, values"] < 40
+
+
+@pytest.mark.slow
+def test_an_engine_is_planned_with_what_it_gets(check: Check) -> None:
+    """32 or 256 episodes of 4,096 tokens would take 14 or 112 GiB."""
+    embedded = check("1xH100", SYNC, "engine.name=embedded").memory
+    beside = embedded["model_worker/0", "actor", "GPU 0"]["keys, values"]
+    assert 30 < beside < 40, "half of what training leaves"
+    own = check("2xH100", ASYNC, "engine.name=embedded").memory
+    assert 60 < own["generation/0", "actor", "GPU 1"]["keys, values"] < 0.8 * 79
+    asked = check("2xH100", ASYNC, "engine.gpu_memory_utilization=0.5").memory
+    assert 35 < asked["generation/0", "actor", "GPU 1"]["keys, values"] < 36
+    bounded = check("2xH100", ASYNC, "engine.name=embedded", "engine.kv_cache_gib=3").memory
+    assert bounded["generation/0", "actor", "GPU 1"]["keys, values"] == 3
+    url = ("engine.name=vllm", "engine.vllm_url=http://127.0.0.1:1")
+    running = check("2xH100", ASYNC, *url).memory
+    assert {process for process, _, _ in running} == {"model_worker/0"}, "not of these GPUs"
 
 
 @pytest.mark.slow

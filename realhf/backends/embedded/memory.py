@@ -13,17 +13,12 @@ import torch
 from torch import Tensor
 
 from realhf.backends.embedded.attention import layer_configs
+from realhf.base.engine_memory import DEDICATED_FRACTION, SHARED_FRACTION
 from realhf.base.text import first_line
 
 _OOM_MESSAGES = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """Texts by which a RuntimeError is recognised as an out-of-memory error of host memory, or of GPU
 memory outside torch's allocator."""
-SHARED_GPU_FRACTION = 0.5
-"""Fraction of the free GPU memory that a cache gets on a GPU shared with training, whose
-activations need the rest."""
-DEDICATED_GPU_FRACTION = 0.8
-"""Fraction of the free GPU memory that a cache gets on a GPU that only generates; forward passes
-need the rest."""
 FREE_HEAP_BYTES = 1 << 26
 """Amount of freed memory in bytes that the C library may always keep."""
 _HEAP_GROWTH = 1.01
@@ -81,7 +76,7 @@ def cache_bytes(
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(
         max(0, min(free, total - reserved_bytes))
-        * (SHARED_GPU_FRACTION if shared else DEDICATED_GPU_FRACTION)
+        * (SHARED_FRACTION if shared else DEDICATED_FRACTION)
     )
 
 

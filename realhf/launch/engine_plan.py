@@ -1,0 +1,179 @@
+"""What the engines that sample take of the GPUs' memory in the plan of ``mode=check``.
+
+An engine does not need its keys and values for all episodes at once: it gets a part of its GPU, and
+episodes that do not fit wait. So the plan has what it gets, by the same arithmetic as when it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from realhf.api.config import ConfigError, ExperimentConfig
+from realhf.api.experiment import ExperimentSpec, ModelSpec
+from realhf.base.engine_memory import (
+    DEDICATED_FRACTION,
+    SERVER_BYTES,
+    SERVER_SHARE,
+    SHARED_FRACTION,
+    cache_in,
+    describe_no_room,
+    server_room,
+)
+from realhf.base.hf_config import weight_bytes
+from realhf.launch.allocation import (
+    GIB,
+    KEY_VALUES,
+    MemoryNeed,
+    find_model_size,
+    key_value_bytes,
+    sampled_sessions,
+)
+from realhf.scheduler.machine import Machine
+
+
+def plan_engines(
+    needs: Sequence[MemoryNeed],
+    spec: ExperimentSpec,
+    config: ExperimentConfig,
+    gpus: Mapping[str, tuple[int, ...]],
+    machine: Machine,
+) -> list[MemoryNeed]:
+    """Return the memory needs with those of engines as they will be: with the servers of a
+    synchronous run, divided over the GPUs of a tensor-parallel server, and with the keys and values
+    that an engine gets.
+
+    Raises ConfigError for a server whose weights, or whose keys and values of a single episode, do
+    not fit.
+    """
+    served = [*needs, *_plan_synchronous_servers(needs, spec, config)]
+    divided = [part for need in served for part in _divide(need, spec, gpus, machine)]
+    rooms = {
+        (need.process, need.role, need.device): _find_room(need, divided, spec, config, machine)
+        for need in divided
+    }
+    return [_bound(need, rooms) for need in divided]
+
+
+def _plan_synchronous_servers(
+    needs: Sequence[MemoryNeed], spec: ExperimentSpec, config: ExperimentConfig
+) -> Iterator[MemoryNeed]:
+    """Yield the need of the vLLM server that a model worker of a synchronous run starts."""
+    sessions = sampled_sessions(spec)
+    for need in needs if spec.rollout is None and sessions else ():
+        model = spec.models[need.role]
+        size = find_model_size(model, config)
+        starts = model.role == "actor" and _starts_server(model)
+        if starts and size is not None:
+            key_values = key_value_bytes(model, size, config, sessions)
+            parts = {"weights": weight_bytes(size, model.dtype), KEY_VALUES: key_values}
+            yield replace(need, process=f"vllm of {need.process}", bytes=parts)
+
+
+def _starts_server(model: ModelSpec) -> bool:
+    return model.engine.name == "vllm" and model.engine.vllm_url is None
+
+
+def _is_engine(need: MemoryNeed) -> bool:
+    """Whether a need is that of a process that only samples."""
+    return need.process.startswith(("generation/", "vllm of "))
+
+
+def _divide(
+    need: MemoryNeed,
+    spec: ExperimentSpec,
+    gpus: Mapping[str, tuple[int, ...]],
+    machine: Machine,
+) -> Iterator[MemoryNeed]:
+    """Yield the need of an engine on each of its GPUs, and any other need as it is."""
+    size = spec.models[need.role].engine.tensor_parallel_size
+    if not _is_engine(need) or size == 1 or need.device is None:
+        yield need
+        return
+    worker = need.process.removeprefix("vllm of ")
+    for device in gpus.get(worker) or range(min(size, len(machine.gpus))):
+        parts = need.bytes and {part: value // size for part, value in need.bytes.items()}
+        yield replace(need, device=device, bytes=parts)
+
+
+def _bound(need: MemoryNeed, rooms: Mapping[tuple[str, str, int | None], int | None]) -> MemoryNeed:
+    """Return a need with the keys and values that its engine gets. One on several GPUs has as many
+    on each, as the GPU with the least room takes."""
+    known = [
+        room
+        for (process, role, _), room in rooms.items()
+        if (process, role) == (need.process, need.role) and room is not None
+    ]
+    if not known or not need.bytes:
+        return need
+    return replace(need, bytes={**need.bytes, KEY_VALUES: min(need.bytes[KEY_VALUES], *known)})
+
+
+def _find_room(
+    need: MemoryNeed,
+    needs: Sequence[MemoryNeed],
+    spec: ExperimentSpec,
+    config: ExperimentConfig,
+    machine: Machine,
+) -> int | None:
+    """Return the bytes that the keys and values of an engine get on its GPU; None for a need without
+    any, and if they are not known. Raises ConfigError."""
+    if need.device is None or not need.bytes or not need.bytes.get(KEY_VALUES):
+        return None
+    gpu = machine.gpus[need.device]
+    if gpu.total_bytes is None or gpu.free_bytes is None:
+        return None
+    trainers = [
+        other.bytes
+        for other in needs
+        if other.device == need.device and not _is_engine(other) and other.bytes
+    ]
+    loaded = _sum(trainers, "weights", "masters")
+    first_update = _sum(trainers, "gradients", "moments")
+    model = spec.models[need.role]
+    weights = need.bytes["weights"] if _is_engine(need) else 0
+    share = model.engine.gpu_memory_utilization
+    if not _starts_server(model):
+        free = gpu.free_bytes - weights - loaded - first_update
+        return max(0, int(free * (SHARED_FRACTION if trainers else DEDICATED_FRACTION)))
+    if share is not None or not trainers:
+        room = int(gpu.total_bytes * (share or SERVER_SHARE)) - weights - SERVER_BYTES
+    else:
+        whole = server_room(
+            gpu.free_bytes, gpu.free_bytes, loaded=loaded, first_update=first_update
+        )
+        if whole <= weights:
+            raise ConfigError(
+                describe_no_room(
+                    model.role,
+                    total=gpu.total_bytes,
+                    free=gpu.free_bytes,
+                    trainer=loaded + first_update,
+                    room=whole,
+                    needed=weights,
+                )
+            )
+        room = cache_in(whole - weights)
+    _check_longest(need, model, config, room)
+    return room
+
+
+def _check_longest(need: MemoryNeed, model: ModelSpec, config: ExperimentConfig, room: int) -> None:
+    """Raise ConfigError for a server whose keys and values of a single episode do not fit into
+    ``room``: vLLM does not start then."""
+    size = find_model_size(model, config)
+    if size is None or not _starts_server(model):
+        return
+    longest = key_value_bytes(model, size, config, 1) // model.engine.tensor_parallel_size
+    if longest > room:
+        raise ConfigError(
+            f"rollout.max_total_tokens={config.rollout.max_total_tokens}: keys and values of one "
+            f"episode take {longest / GIB:.3g} GiB of GPU {need.device}, and vLLM has "
+            f"{max(room, 0) / GIB:.3g} for them besides its weights of "
+            f"{(need.bytes or {}).get('weights', 0) / GIB:.3g}; lower it, give the server a GPU of its "
+            "own (allocation.gpus) or several (engine.tensor_parallel_size), or take a smaller model"
+        )
+
+
+def _sum(parts: Sequence[Mapping[str, int]], *names: str) -> int:
+    return sum(each.get(name, 0) for each in parts for name in names)
