@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -133,8 +131,7 @@ def _check_digests(check: Check, device: torch.device) -> None:
     if ours != digest_tensors(tensors):
         raise CheckFailed(f"digests on {device.type} differ from those of the host")
     for tensor in here.values():
-        flat = tensor.view(-1)
-        flat[-1] = math.nextafter(float(flat[-1]), math.inf) + 1e-2
+        tensor[-1, -1] += 1
     if any(digest == ours[name] for name, digest in digest_tensors(here).items()):
         raise CheckFailed("a changed number left a digest as it was")
     big = torch.empty(1 << (28 if device.type == "cuda" else 20), dtype=torch.bfloat16)

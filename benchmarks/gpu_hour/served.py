@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import queue
 import time
 from collections.abc import Iterator, Mapping
@@ -39,7 +40,7 @@ _IN_FLIGHT = 16
 """Number of these."""
 _UPDATES = 5
 _MAX_LENGTH = 1024
-_CACHE_BYTES = 1 << 30
+_CACHE_BYTES = 2 << 30
 _START_S = 240.0
 _REQUEST_S = 240.0
 _TOLERANCE = 2.5
@@ -81,7 +82,12 @@ class Trainer:
         else:
             model = build_model(make_config(setting), device, torch.bfloat16)
             save_for_server(model, self.folder)
+        # An engine names its attention in its model's configuration.
+        config = copy.deepcopy(model.config)
         self.engine = TorchEngine(model, None, optimizer=None)
+        with torch.device(device):
+            exact: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        self._exact = TorchEngine(exact, None, optimizer=None)
         self.vocabulary = int(model.config.vocab_size)
         self._version = 0
 
@@ -109,10 +115,8 @@ class Trainer:
             return packed.view(len(prompts), -1)[:, -news.shape[1] :]
 
         own = scores(self.engine)
-        exact_model = AutoModelForCausalLM.from_config(self.engine.model.config)
-        exact_model.load_state_dict(self.engine.model.state_dict())
-        exact_model = exact_model.eval().to(self.engine.model.device, torch.float32)
-        exact = scores(TorchEngine(exact_model, None, optimizer=None))
+        self._exact.model.load_state_dict(self.engine.model.state_dict())
+        exact = scores(self._exact)
         off = (served - own).abs()
         return Scored(
             float(off.mean()),

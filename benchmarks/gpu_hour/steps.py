@@ -48,7 +48,7 @@ class StepShape:
     @property
     def groups(self) -> int:
         """Number of groups."""
-        return max(1, _MICRO_BATCHES * self.budget // (self.prompt + _GROUP * self.new))
+        return -(-_MICRO_BATCHES * self.budget // (self.prompt + _GROUP * self.new))
 
     @property
     def rows(self) -> int:
@@ -212,6 +212,7 @@ def _measure(
     def step() -> None:
         context = CallContext(engine.version, 1, spec, Path())
         stats.update(train.train_step(Model("actor", actor, None), sample, context))
+        engine.version += 1
 
     finish = torch.cuda.synchronize if setting.cuda else lambda: None
     step()  # with it, the optimizer's moments are allocated

@@ -102,7 +102,7 @@ def _check_gpus(record: Recorder) -> None:
                 free_gib=free / GIB,
                 total_gib=total / GIB,
                 multiprocessors=properties.multi_processor_count,
-                **(told[index] if index < len(told) else {}),
+                **(told[index] if len(told) == torch.cuda.device_count() else {}),
             )
             if properties.major < 8:
                 raise CheckFailed(

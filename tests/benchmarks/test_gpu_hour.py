@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.gpu_hour import __main__ as program
 from benchmarks.gpu_hour.device_tests import FOLDER, order_files
+from benchmarks.gpu_hour.models import make_config
 from benchmarks.gpu_hour.part_process import run_part
 from benchmarks.gpu_hour.parts import PARTS, Part
 from benchmarks.gpu_hour.recording import Setting
@@ -28,6 +29,8 @@ from benchmarks.gpu_hour.report import (
     read_report,
     scrub,
 )
+from benchmarks.gpu_hour.steps import StepShape
+from benchmarks.harness.gpu_figures import Shape, train_operations
 from realhf.base.installation import IMPORT_ROOT
 from tests.benchmarks.hour_parts import die, fail, hang
 
@@ -167,6 +170,22 @@ def test_the_next_command_repeats_what_failed() -> None:
     assert program.find_next(done[:1], cuda).startswith("make vllm-cuda")
     with_vllm = dataclasses.replace(cuda, vllm=Path("vllm"))
     assert program.find_next(done[:1], with_vllm).startswith("python benchmarks/gpu.py")
+
+
+def test_steps_fill_their_micro_batches_and_count_prompts_once() -> None:
+    config = make_config(setting_in(Path("nowhere")))
+    shape = StepShape(256, 32, 32)
+    assert (shape.groups, shape.rows) == (2, 16)
+    sample = shape.draw(config.vocab_size)
+    lengths = [length for group in sample.seqlens["packed_input_ids"] for length in group]
+    assert lengths == [64] * 16
+    ids = (sample.data or {})["packed_input_ids"].view(2, 8, 64)
+    assert all(torch.equal(ids[:, 0, :32], ids[:, row, :32]) for row in range(8))
+    assert not torch.equal(ids[:, 0, 32:], ids[:, 1, 32:])
+    size = Shape.of(config)
+    alone = train_operations(size, [64] * 16, 16 * 32)
+    per_prompt = train_operations(size, [32], 0)
+    assert shape.operations(size) == pytest.approx(alone - 14 * per_prompt)
 
 
 def test_every_file_of_the_tests_is_played() -> None:
