@@ -57,6 +57,7 @@ class Fleet:
         spec = SimpleNamespace(models={"actor": ModelSpec("actor", "a folder")})
         self.trainer._plan = SimpleNamespace(spec=spec)  # pyright: ignore
         self.trainer._publisher = WeightPublisher("run", "model_worker/0", folder)
+        self.trainer._sender = None
         self.workers = {name: self._worker(engine) for name, engine in engines.items()}
         self.updates = WeightUpdates(
             self,
