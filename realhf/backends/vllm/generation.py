@@ -366,15 +366,16 @@ class VllmGenerator:
                 self._api.on_workers("join_group", {"init_info": info}, limit), limit
             )
         except TimeoutError as error:
-            # vLLM waits for the missing rank for ever.
-            self._fail_soon(VllmError(f"{self._api.url} waits for a group: {error}"))
-            raise
+            # vLLM waits for the missing rank for ever, so that this server is of no use any more.
+            failure = VllmError(
+                f"the server's workers and the trainer did not meet over NCCL ({error}); "
+                "async_rl.weights=shm sends weights through the host's memory"
+            )
+            self._post(self._fail, failure)
+            raise failure from None
         for answer in answers:
             if not answer["ok"]:
                 raise BroadcastError(f"{self._api.url} did not join the group: {answer['error']}")
-
-    def _fail_soon(self, error: VllmError) -> None:
-        self._post(self._fail, error)
 
     def weight_digests(self, names: Sequence[str]) -> dict[str, HeldTensor]:
         """See ``StreamingGenerator``. Raises VllmError or TimeoutError.

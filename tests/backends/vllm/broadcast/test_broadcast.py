@@ -1,6 +1,6 @@
-"""Weights on their way from a trainer to servers by broadcasts: the trainer's end, the master's side
-and our client of the servers are real, and so are the broadcasts, over gloo between processes. The
-servers stand in for vLLM's.
+"""Weights on their way from a trainer to servers by broadcasts: what the trainer, the master and the
+generation workers do is real, and so are the broadcasts, over gloo between processes. The servers
+stand in for vLLM's.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import json
 import multiprocessing
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,16 +26,9 @@ from realhf.api.calls import (
     TRIAL_CHANGE,
     TRIAL_RESTORE,
     UPDATE_WEIGHTS,
-    GroupPlaceAnswer,
-    Nothing,
-    PublishWeightsAnswer,
-    PublishWeightsRequest,
-    StartBroadcastAnswer,
-    StartBroadcastRequest,
-    StopBroadcastAnswer,
-    UpdateWeightsAnswer,
-    UpdateWeightsRequest,
 )
+from realhf.api.experiment import ModelSpec
+from realhf.api.trace import Tracer
 from realhf.backends.vllm.broadcast.payloads import BroadcastError
 from realhf.backends.vllm.broadcast.sender import WeightSender
 from realhf.backends.vllm.generation import VllmGenerator
@@ -43,10 +36,18 @@ from realhf.base.tensor_digest import digest_tensors
 from realhf.dataflow.rollouts import group_loads
 from realhf.dataflow.rollouts.group_loads import GroupLoads
 from realhf.dataflow.rollouts.weight_updates import WeightUpdates
-from realhf.dataflow.weight_proof import EngineWeightDigests, WeightRecord, WrongWeights
+from realhf.dataflow.weight_proof import (
+    EngineWeightDigests,
+    WeightRecord,
+    WeightTrial,
+    WrongWeights,
+)
 from realhf.transport.errors import RemoteError, WorkerDied
-from realhf.transport.weights import WeightPublisher, receive
+from realhf.transport.network import Network
+from realhf.transport.weights import WeightPublisher
 from tests.backends.vllm.broadcast.stand_in import make_gloo_group, make_tensors, serve
+from workers.generation_worker import GenerationWorker, VersionGate
+from workers.model_worker import ModelWorker
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload([serve.__module__])
@@ -67,7 +68,6 @@ class Server:
     def connect(self) -> None:
         self.url = self._told.recv()
         self.engine = VllmGenerator(self.url)
-        self.digests = EngineWeightDigests(self.engine)
         self.take_calls()
 
     def ask(self, path: str, **body: Any) -> Any:
@@ -95,16 +95,36 @@ class Server:
             self.engine.close()
 
 
+class Trained:
+    """A model whose tensors the test sets."""
+
+    def __init__(self) -> None:
+        self.tensors = make_tensors(0)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self.tensors
+
+    def engine(self, role: str, version: int) -> Trained:
+        return self
+
+
 class Run:
-    """A trainer and generation workers, called as the master calls them."""
+    """A trainer and generation workers without their processes, called as the master calls them."""
 
     def __init__(self, folder: Path) -> None:
         self.servers: dict[str, Server] = {}
-        self.sender = WeightSender(
+        self.workers: dict[str, GenerationWorker] = {}
+        self.model = Trained()
+        self.trainer: Any = ModelWorker.__new__(ModelWorker)
+        self.trainer._host = self.model
+        self.trainer._trial = WeightTrial()
+        self.trainer._tracer = Tracer()
+        spec = SimpleNamespace(models={"actor": ModelSpec("actor", "a folder")})
+        self.trainer._plan = SimpleNamespace(spec=spec)
+        self.trainer._publisher = WeightPublisher("run", "model_worker/0", folder)
+        self.trainer._sender = WeightSender(
             torch.device("cpu"), make_group=make_gloo_group, pack_bytes=PACK_BYTES
         )
-        self.publisher = WeightPublisher("run", "model_worker/0", folder)
-        self.tensors = make_tensors(0)
         self.failed: list[str] = []
         self.wrong: list[WrongWeights] = []
         self.versions: list[int] = []
@@ -131,14 +151,19 @@ class Run:
     def call(
         self, worker: str, handler: str, payload: Any, *, timeout_s: float, **more: Any
     ) -> asyncio.Future[Any]:
-        handlers = {
-            PUBLISH_WEIGHTS.name: PUBLISH_WEIGHTS.with_handler(self._publish)[1],
-            START_BROADCAST.name: START_BROADCAST.with_handler(self._start)[1],
-            STOP_BROADCAST.name: STOP_BROADCAST.with_handler(self._stop)[1],
-            GROUP_PLACE.name: GROUP_PLACE.with_handler(partial(self._place, worker))[1],
-            UPDATE_WEIGHTS.name: UPDATE_WEIGHTS.with_handler(partial(self._update, worker))[1],
-        }
-        return asyncio.ensure_future(self._run(worker, handlers[handler], payload, timeout_s))
+        if worker in self.workers:
+            of_worker = self.workers[worker]
+            handlers = [
+                GROUP_PLACE.with_handler(of_worker._report_place),
+                UPDATE_WEIGHTS.with_handler(of_worker._update_weights),
+            ]
+        else:
+            handlers = [
+                PUBLISH_WEIGHTS.with_handler(self.trainer._publish_weights),
+                START_BROADCAST.with_handler(self.trainer._start_broadcast),
+                STOP_BROADCAST.with_handler(self.trainer._stop_broadcast),
+            ]
+        return asyncio.ensure_future(self._run(worker, dict(handlers)[handler], payload, timeout_s))
 
     async def _run(
         self, worker: str, handler: Callable[[Any], Any], payload: Any, timeout_s: float
@@ -161,50 +186,30 @@ class Run:
                 remote_traceback="",
             ) from error
 
-    def _publish(self, request: PublishWeightsRequest) -> PublishWeightsAnswer:
-        self.sender.withdraw()
-        publish = self.publisher.announce if request.broadcast else self.publisher.publish
-        manifest = publish(request.version, self.tensors, trial=request.trial)
-        if request.broadcast:
-            self.sender.offer(request.version, request.trial, self.tensors)
-        return PublishWeightsAnswer(manifest)
-
-    def _start(self, request: StartBroadcastRequest) -> StartBroadcastAnswer:
-        unique_id = self.sender.start(
-            request.version, request.trial, request.members, request.world_size, request.timeout_s
-        )
-        return StartBroadcastAnswer(unique_id is not None, unique_id or b"", PACK_BYTES)
-
-    def _stop(self, request: Nothing) -> StopBroadcastAnswer:
-        return StopBroadcastAnswer(self.sender.stop())
-
-    def _place(self, worker: str, request: Nothing) -> GroupPlaceAnswer:
-        return GroupPlaceAnswer(*self.servers[worker].engine.count_ranks())
-
-    def _update(self, worker: str, request: UpdateWeightsRequest) -> UpdateWeightsAnswer:
-        server = self.servers[worker]
-        manifest = request.manifest
-        tensors: dict[str, torch.Tensor] = {}
-        changed = [] if manifest.trial else server.digests.find_changed()
-        again = manifest.trial > 0
-        if request.seat is None:
-            tensors = receive(manifest, LIMIT_S)
-            server.engine.load_weights(manifest.version, tensors, again=again)
-        else:
-            seat = request.seat
-            with server.digests.broadcast():
-                server.engine.take_broadcast(manifest.version, manifest.slots, seat, again=again)
-        held = server.digests.digest_after_load(manifest, tensors)
-        return UpdateWeightsAnswer(1.0, 1.0, 1.0, held, changed)
-
     def join(self, name: str, server: Server) -> None:
+        worker: Any = GenerationWorker.__new__(GenerationWorker)
+        worker._engine = server.engine
+        worker._tracer = Tracer()
+        worker._held_weights = EngineWeightDigests(server.engine)
+        worker._network = Network()
+        worker._gate = VersionGate(lambda: server.engine.version)
+        worker._plan = SimpleNamespace(rpc=SimpleNamespace(control_timeout_s=LIMIT_S))
+        self.workers[name] = worker
         self.servers[name] = server
         self.updates.worker_joined(name)
 
+    def train(self) -> None:
+        """What a call of the model does before it changes weights."""
+        self.trainer._host = SimpleNamespace(
+            handlers=lambda: {"call": lambda payload: None}, immediate_handlers=dict
+        )
+        self.trainer._host_handler("call")(None)
+        self.trainer._host = self.model
+
     async def publish(self, version: int) -> None:
         """Publish new tensors, and wait until they were loaded or failed."""
-        self.sender.withdraw()
-        self.tensors = make_tensors(version)
+        self.train()
+        self.model.tensors = make_tensors(version)
         await self.updates.publish(version)
         await asyncio.wait_for(self.updates.wait_for_all(), LIMIT_S)
         for worker in sorted(self.left & self.updates.versions.keys()):
@@ -212,13 +217,13 @@ class Run:
 
     def holds(self, name: str) -> bool:
         """Whether every worker of a server has the trainer's tensors."""
-        expected = digest_tensors(self.tensors)
+        expected = digest_tensors(self.model.tensors)
         return all(each == expected for each in self.servers[name].held())
 
     async def close(self) -> None:
         await self.updates.close()
-        self.sender.close()
-        self.publisher.close()
+        self.trainer._sender.close()
+        self.trainer._publisher.close()
 
 
 @contextlib.contextmanager
@@ -260,14 +265,15 @@ async def _walk(run: Run, one: Server, two: Server, late: Server) -> None:
 
     # The same members are the same group, which is not joined again, also in a self-test.
     await run.publish(1)
-    run.tensors["norm.weight"].add_(1)
+    original = digest_tensors(run.model.tensors)
     await run.updates.publish_trial(TRIAL_CHANGE)
+    assert digest_tensors(run.model.tensors) != original
     assert run.holds("generation/0") and run.holds("generation/1")
-    run.tensors["norm.weight"].copy_(make_tensors(1)["norm.weight"])
     await run.updates.publish_trial(TRIAL_RESTORE)
     await run.updates.wait_for_all()
     assert one.take_calls() == [CALLS * 3] and run.groups.groups_formed == 1
     assert run.holds("generation/0") and run.holds("generation/1")
+    assert digest_tensors(run.model.tensors) == original
 
     # Who joins late is a group by itself while the trainer has the version, and then one of all.
     run.join("generation/2", late)
@@ -279,7 +285,7 @@ async def _walk(run: Run, one: Server, two: Server, late: Server) -> None:
     assert all(run.holds(name) for name in run.servers)
 
     # Once the trainer trains, a successor of one that died waits for the next version.
-    run.sender.withdraw()
+    run.train()
     run.updates.worker_left("generation/2")
     run.join("generation/2", late)
     await run.updates.wait_for_all()
@@ -328,7 +334,7 @@ async def test_where_no_group_comes_about_weights_go_through_the_hosts_memory(
     def fail(device: torch.device) -> Any:
         raise BroadcastError("NCCL: unhandled system error")
 
-    run.sender = WeightSender(torch.device("cpu"), make_group=fail, pack_bytes=PACK_BYTES)
+    run.trainer._sender = WeightSender(torch.device("cpu"), make_group=fail, pack_bytes=PACK_BYTES)
     with serving(1) as (server,):
         if how == "place":
             monkeypatch.setattr(server.engine, "count_ranks", lambda: (0, "shares a GPU"))
