@@ -30,12 +30,19 @@ from realhf.launch.plugins import (
     ExperimentFile,
     base_experiments,
     load_experiment,
+    load_scheduler,
     read_yaml_mapping,
     with_algorithm,
     with_scheduler,
 )
 from realhf.launch.step_trace import choose_machine
-from realhf.launch.vllm_choice import choose_dtype, choose_engine, row_warnings, version_warnings
+from realhf.launch.vllm_choice import (
+    choose_dtype,
+    choose_engine,
+    host_warnings,
+    row_warnings,
+    version_warnings,
+)
 from realhf.registry import environments
 from realhf.scheduler.machine import NO_GPUS, Machine, plan_machine, read_machine
 
@@ -185,12 +192,9 @@ def compose_config(
     is_named_builtin = config.actor.path in BUILTIN_PATHS
     slow = choose_engine(config, given, machine, builtin=is_named_builtin)
     note = choose_dtype(config, given, machine, builtin=is_builtin(config.actor.path))
-    warnings = (
-        untrained,
-        slow,
-        *version_warnings(config, machine),
-        *row_warnings(config, machine),
-    )
+    warnings = [untrained, slow, *version_warnings(config, machine), *row_warnings(config, machine)]
+    if load_scheduler(config.scheduler.path).several_hosts:
+        warnings += host_warnings(config, given, machine, builtin=is_builtin(config.actor.path))
     config.trial_name = config.trial_name or make_trial_name()
     reverted = {option for option in schema.options_in(own_file) if option not in from_files}
     return ComposedConfig(

@@ -192,6 +192,30 @@ def choose_dtype(
     )
 
 
+def host_warnings(
+    config: ExperimentConfig,
+    user_options: Collection[str],
+    machine: Machine,
+    *,
+    builtin: bool,
+) -> Iterator[str]:
+    """Yield a warning for choices that were made by a launcher without a GPU for a pretrained model
+    whose workers may run on hosts with GPUs. ``builtin`` says whether the actor is the built-in
+    policy."""
+    chosen = {
+        "engine.name": ("engine.name=embedded", "engine.name=vllm"),
+        "actor.dtype": ("actor.dtype=float32", "actor.dtype=bfloat16"),
+    }
+    made = [pair for name, pair in chosen.items() if name not in user_options]
+    if builtin or machine.gpus or machine.plan or not made:
+        return
+    yield (
+        f"{' and '.join(before for before, _ in made)}: chosen because the launcher sees no GPU here, "
+        f"whatever its hosts have; on hosts with GPUs name {' '.join(after for _, after in made)}, or "
+        "see by mode=check machine=8xH100 what a launcher on such a host chooses"
+    )
+
+
 def row_warnings(config: ExperimentConfig, machine: Machine) -> Iterator[str]:
     """Yield a warning for each trained role of bfloat16 whose rows are padded on the machine's GPUs,
     because torch's kernel for sequences of different lengths does not take them."""

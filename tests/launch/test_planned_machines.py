@@ -419,6 +419,28 @@ def test_what_a_machine_does_badly_is_warned_of(check: Check, folder: Path, tmp_
 
 
 @pytest.mark.slow
+def test_a_launcher_without_a_gpu_says_what_it_chose_for_hosts_that_may_have_some(
+    check: Check,
+) -> None:
+    """On a login node everything looked as on a CPU, and on joined hosts it was."""
+    given = ("experiment=grpo_async env=countdown actor.path=Qwen/Qwen3-0.6B scheduler=slurm",)
+    (warned,) = check("", *given).warnings
+    assert warned == (
+        "engine.name=embedded and actor.dtype=float32: chosen because the launcher sees no GPU here, "
+        "whatever its hosts have; on hosts with GPUs name engine.name=vllm actor.dtype=bfloat16, or "
+        "see by mode=check machine=8xH100 what a launcher on such a host chooses"
+    )
+    (half,) = check("", *given, "actor.dtype=bfloat16").warnings
+    assert half.startswith("engine.name=embedded: chosen because") and "actor.dtype" not in half
+    there = check("8xH100", *given)
+    assert there.warnings == [] and (there.code, there.engine) == (0, "vllm")
+    named = check("", *given, "actor.dtype=bfloat16", "engine.name=vllm")
+    assert named.warnings == [] and named.code == 0
+    small = check("", "experiment=grpo_async env=countdown scheduler=slurm")
+    assert small.warnings == [] and small.code == 0
+
+
+@pytest.mark.slow
 def test_a_server_on_several_gpus_has_as_much_on_each(check: Check) -> None:
     """Of those the trainer uses one, so that the other has room that nobody takes."""
     plan = check("2xH100", SYNC, "engine.tensor_parallel_size=2")
