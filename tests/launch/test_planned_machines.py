@@ -267,6 +267,11 @@ def test_usual_layouts_are_planned_as_the_page_says(check: Check, layout: Layout
     size = 7.49 if "qwen3_4b" in layout.options else 1.11
     share = 2 if "tensor_parallel_size=2" in layout.options else 1
     assert len(servers) == share * len(layout.servers.split(", ") if layout.servers else ())
+    own = sorted(
+        {number for name in plan.gpus if "generation" in name for number in plan.gpus[name]}
+    )
+    sent = f"over NCCL, from GPU 0 to {', '.join(map(str, own))}"
+    assert plan.line("weights") == (sent if own else "")
     for parts in servers:
         assert parts["weights"] == pytest.approx(size / share, rel=0.01)
         assert 0.2 < parts["keys, values"] < 70, "what it gets, not what all episodes need at once"
@@ -374,6 +379,11 @@ def test_usual_layouts_are_planned_as_the_page_says(check: Check, layout: Layout
             f"{SYNC} rollout.max_total_tokens=40000 rollout.max_turns=2",
             "rollout.max_total_tokens=40000: keys and values of one episode take 4.27 GiB of GPU 0, "
             "and vLLM has .* for them besides its weights of 1.11; lower it, give the server",
+        ),
+        (
+            "1xH100",
+            f"{ASYNC} async_rl.weights=nccl",
+            "async_rl.weights=nccl: the trainer and the servers share GPU 0, and NCCL needs a GPU for",
         ),
         ("8xH900", SYNC, r"machine=8xH900: there is no record of a GPU 'H900' \(known are B200, "),
         ("0xH100", SYNC, "machine=0xH100: plans for 1 to 64 GPUs, and `cpu` for a machine without"),
