@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
+import random
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -172,6 +173,8 @@ class Run:
             return await asyncio.wait_for(asyncio.to_thread(handler, payload), timeout_s)
         except Exception as error:
             server = self.servers.get(worker)
+            if server is not None and "disconnected" in str(error):
+                await asyncio.to_thread(server.process.join, 5.0)
             if server is not None and not server.process.is_alive():
                 self.left.add(worker)
                 raise WorkerDied(worker, "its server ended") from None
@@ -352,3 +355,40 @@ async def test_where_no_group_comes_about_weights_go_through_the_hosts_memory(
 async def _until(holds: Callable[[], bool]) -> None:
     while not holds():
         await asyncio.sleep(0.01)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(3))
+async def test_servers_that_come_and_go(
+    run: Run, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Whatever dies, joins or trains when, a server that is current has every bit of the version."""
+    monkeypatch.setattr(group_loads, "JOIN_S", 6.0)
+    chance = random.Random(seed)
+    with contextlib.ExitStack() as stack:
+
+        def start(name: str) -> None:
+            (server,) = stack.enter_context(serving(chance.choice((1, 1, 2))))
+            run.join(name, server)
+
+        for index in range(3):
+            start(f"generation/{index}")
+        for version in range(8):
+            dying = chance.choice([*run.servers, ""]) if version else ""
+            if dying:
+                packs = chance.choice((0, 1, 2))
+                run.servers[dying].ask("/test", packs_left=packs)
+            await run.publish(version)
+            assert run.updates.versions.keys() == run.servers.keys() - {dying}
+            assert not run.wrong
+            assert all(text.startswith("generation/") for text in run.failed)
+            for name in run.updates.versions:
+                assert run.updates.versions[name] == version and run.holds(name), (name, version)
+            if dying:
+                run.servers.pop(dying).close()
+                run.left.discard(dying)
+                if chance.random() < 0.5:
+                    run.train()
+                start(dying)
+                await asyncio.wait_for(run.updates.wait_for_all(), LIMIT_S)
+        assert run.versions == list(range(8))
