@@ -483,7 +483,7 @@ def test_an_engine_is_planned_with_what_it_gets(check: Check) -> None:
     assert bounded["generation/0", "actor", "GPU 1"]["keys, values"] == 3
     url = ("engine.name=vllm", "engine.vllm_url=http://127.0.0.1:1")
     running = check("2xH100", ASYNC, *url).memory
-    assert {process for process, _, _ in running} == {"model_worker/0"}, "not of these GPUs"
+    assert not any(process.startswith("generation/") for process, _, _ in running), "not here"
 
 
 @pytest.mark.slow
