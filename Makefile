@@ -180,11 +180,11 @@ validate-adversarial: install
 test-openenv: install
 	@test -x .venv-openenv/bin/openenv || { $(BIN)/python -m venv .venv-openenv && .venv-openenv/bin/python -m pip install --quiet openenv==0.10.0; }
 	@test -x .venv-openenv-core/bin/openenv || { $(BIN)/python -m venv .venv-openenv-core && .venv-openenv-core/bin/python -m pip install --quiet openenv-core==0.3.0; }
-	$(BIN)/python -m pytest -q -rs tests/interop -k 'not verifiers and not gymnasium and not reasoning_gym and not textarena'
+	$(BIN)/python -m pytest -q -rs --run-nightly tests/interop -k 'not verifiers and not gymnasium and not reasoning_gym and not textarena'
 
 test-inspect: install
 	@test -x .venv-inspect/bin/inspect || { $(BIN)/python -m venv .venv-inspect && .venv-inspect/bin/python -m pip install --quiet inspect_ai==0.3.285 pyarrow msgspec omegaconf isal numpy; }
-	$(BIN)/python -m pytest -q -rs tests/monitor/rollouts/test_export.py
+	$(BIN)/python -m pytest -q -rs --run-nightly tests/monitor/rollouts/test_export.py
 
 # A run is launched in it, so it sees the project's packages, too.
 .venv-trackers/.installed: | $(STAMP)
@@ -196,13 +196,13 @@ test-inspect: install
 	@touch $@
 
 test-trackers: install .venv-trackers/.installed
-	$(BIN)/python -m pytest -q -rs tests/monitor/trackers
+	$(BIN)/python -m pytest -q -rs --run-nightly tests/monitor/trackers
 
 test-view: install
-	$(BIN)/python -m pytest -q -rs tests/view --run-view
+	$(BIN)/python -m pytest -q -rs --run-nightly tests/view --run-view
 
 test-docs: install
-	$(BIN)/python -m pytest -q -rs tests/docs --run-docs
+	$(BIN)/python -m pytest -q -rs --run-nightly tests/docs --run-docs
 
 # The pages are read as text, so the project itself is not installed; the folder docs is there, hence .PHONY.
 .venv-docs/.installed: docs/site/constraints.txt
@@ -220,21 +220,21 @@ test-trl: install
 	@test -x .venv-trl/bin/trl || { $(BIN)/python -m venv .venv-trl \
 	  && .venv-trl/bin/python -m pip install --quiet -c constraints.txt torch==2.13.0 \
 	  && .venv-trl/bin/python -m pip install --quiet -c constraints.txt trl==1.16.0 numpy omegaconf pydantic websockets msgspec botocore; }
-	$(BIN)/python -m pytest -q -rs tests/trl tests/examples
+	$(BIN)/python -m pytest -q -rs --run-nightly tests/trl tests/examples
 
 # Training runs in this environment, so it holds the project as well. verifiers needs an older openai and an older mcp, which
 # only our own tests use otherwise.
 .venv-verifiers/.installed: | $(STAMP)
 	@echo "installing verifiers, Gymnasium, reasoning_gym and TextArena into .venv-verifiers (two to five minutes)"
 	$(BIN)/python -m venv .venv-verifiers
-	grep -v -e '^openai==' -e '^mcp==' constraints.txt > .venv-verifiers/constraints.txt
+	grep -v -e '^openai==' -e '^mcp' constraints.txt > .venv-verifiers/constraints.txt
 	.venv-verifiers/bin/python -m pip install --quiet -c .venv-verifiers/constraints.txt torch==2.13.0
 	.venv-verifiers/bin/python -m pip install --quiet -c .venv-verifiers/constraints.txt -e '.[train]' \
 	  verifiers==0.4.0 textarena==0.7.4 nltk==3.10.4 gymnasium==1.4.0 reasoning-gym==0.1.25
 	@touch $@
 
 test-verifiers: install .venv-verifiers/.installed
-	$(BIN)/python -m pytest -q -rs tests/interop -k 'verifiers or gymnasium or reasoning_gym or textarena'
+	$(BIN)/python -m pytest -q -rs --run-nightly tests/interop -k 'verifiers or gymnasium or reasoning_gym or textarena'
 
 .venv-parquet/.installed: | $(STAMP)
 	@echo "installing pyarrow and datasets into .venv-parquet (half a minute)"
@@ -325,7 +325,7 @@ vllm-cuda: | $(STAMP)
 	.venv-vllm-cuda/bin/python -m pip install $(ARGS) torch===2.13.0 vllm==0.32.0
 
 test-vllm: install .venv-vllm/.installed
-	$(BIN)/python -m pytest -q -rs tests/vllm --run-vllm
+	$(BIN)/python -m pytest -q -rs --run-nightly tests/vllm --run-vllm
 
 # Frozen time is waiting, so that several runs share the machine.
 test-freezes: install
@@ -334,7 +334,7 @@ test-freezes: install
 
 # Whole runs, one after another, since each has the machine to itself.
 test-cluster: install
-	$(BIN)/python -m pytest -q -s -rs tests/cluster --run-cluster --schedules $(SCHEDULES)
+	$(BIN)/python -m pytest -q -s -rs --run-nightly tests/cluster --run-cluster --schedules $(SCHEDULES)
 
 .venv-ray/.installed: | $(STAMP)
 	@echo "installing Ray into .venv-ray (two to five minutes)"
@@ -345,21 +345,21 @@ test-cluster: install
 
 .PHONY: test-ray
 test-ray: install .venv-ray/.installed
-	.venv-ray/bin/python -m pytest -q -rs tests/cluster/engines tests/cluster/test_trainers.py::test_losses_are_identical_to_the_bit --run-cluster
+	.venv-ray/bin/python -m pytest -q -rs --run-nightly tests/cluster/engines tests/cluster/test_trainers.py::test_losses_are_identical_to_the_bit --run-cluster
 
 # CRD is the file with the definition of the resource JobSet, from its project; without it Jobs and pods are checked.
 .PHONY: test-jobset
 test-jobset: install
 	@test -x .venv-kubernetes/bin/kubernetes-validate || { $(BIN)/python -m venv .venv-kubernetes && .venv-kubernetes/bin/python -m pip install --quiet kubernetes-validate==1.37.0; }
-	$(BIN)/python -m pytest -q -rs tests/cluster/engines/test_jobsets.py \
+	$(BIN)/python -m pytest -q -rs --run-nightly tests/cluster/engines/test_jobsets.py \
 	  $(if $(CRD),--jobset-crd $(CRD))
 
 # NAMES chooses among them: make test-architectures NAMES='gemma3 and bf16'
 test-architectures: install
-	$(BIN)/python -m pytest -q -rs -n 2 tests/architectures tests/backends/test_architectures.py --run-architectures $(if $(NAMES),-k "$(NAMES)")
+	$(BIN)/python -m pytest -q -rs --run-nightly -n 2 tests/architectures tests/backends/test_architectures.py --run-architectures $(if $(NAMES),-k "$(NAMES)")
 
 test-compile: install
-	$(BIN)/python -m pytest -q -rs tests/backends/training/test_compiled_blocks.py --run-compile
+	$(BIN)/python -m pytest -q -rs --run-nightly tests/backends/training/test_compiled_blocks.py --run-compile
 
 # GPU_PYTHON is a Python that has torch with CUDA and our other packages: nothing is installed then, and no network needed.
 test-gpu: GPU_RUN = $(or $(GPU_PYTHON),$(BIN)/python)
@@ -376,7 +376,7 @@ bench-trajectory: install .venv-atropos/.installed
 	$(BIN)/python benchmarks/trajectory.py $(ARGS)
 
 test-atropos: install .venv-atropos/.installed
-	$(BIN)/python -m pytest -q -rs tests/atropos
+	$(BIN)/python -m pytest -q -rs --run-nightly tests/atropos
 
 crash-ledger: install
 	$(BIN)/python -m tests.trajectory.crash_ledger --store sqlite --duration 60

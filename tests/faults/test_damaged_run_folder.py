@@ -200,7 +200,11 @@ def twice(scene: Scene, outcome: Outcome) -> Iterator[str]:
         if isinstance(record, Consume) and record.step < step
         for id in record.ids
     }
-    assert trained
+    # The journal begins at the oldest checkpoint that is kept: what was trained before is forgotten.
+    oldest = min(
+        int(path.name.split("-")[1]) for path in scene.folder.glob("checkpoints/ckpt-*[0-9]")
+    )
+    assert trained or step == oldest
     if again := trained & set(outcome.found["open"]):
         yield f"trained again: {again}"
     later = [record.state for frame in frames for record in frame if isinstance(record, Draw)]

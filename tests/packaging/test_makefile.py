@@ -4,6 +4,7 @@ uses its targets."""
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -243,3 +244,39 @@ def test_make_test_fails_with_whatever_fails(folder: Path, broken: str) -> None:
     ]
     assert said == checks[: len(said)] and (len(said) == len(checks) or broken in said[-1])
     assert not list((folder / "path").iterdir()), "its notes are gone"
+
+
+PLAIN = {"test-all", "test-fast", "test-freezes", "test-gpu"}
+"""Targets that start more than tests, or those that every change runs."""
+TARGETS = sorted(
+    {*re.findall(r"^(test-[a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)} - PLAIN
+)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_target_of_tests_selects_some(target: str) -> None:
+    """A target whose tests were all marked to be left out would play none."""
+    printed = subprocess.run(
+        [str(shutil.which("make")), "-n", "--assume-old=install", target],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    lines = printed.stdout.replace("\\\n", " ").splitlines()
+    commands = [line for line in lines if "/python -m pytest " in line]
+    assert commands
+    for command in commands:
+        arguments = shlex.split(command.partition("/python -m pytest ")[2].rstrip(";"))
+        collected = subprocess.run(
+            [sys.executable, "-m", "pytest", *arguments, "--collect-only"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert collected.returncode == 0, collected.stdout[-2000:] + collected.stderr[-2000:]
