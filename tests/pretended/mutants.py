@@ -29,11 +29,12 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from tests.pretended.mutation import ROOT, WITHOUT_EFFECT, Place, Switch, instrument
+from tests.pretended.mutation import GRAD, RELEASE, ROOT, WITHOUT_EFFECT, Place, Switch, instrument
 
 FOLDER = "tests/pretended"
 LEFT_OUT = tuple(f"--ignore={FOLDER}/{name}.py" for name in ("test_mutants", "test_step_trace"))
 """Options of pytest for tests that are about this program, or slow and about whole models."""
+MEMORY_TESTS = "test_memory.py"
 UNREACHED = "no test reaches it"
 SURVIVES = "survives"
 CAUGHT = "caught"
@@ -162,9 +163,17 @@ def _judge(
 
 
 def choose_tests(survey: Survey, key: str, most: int, seconds: float) -> list[str]:
-    """Return the tests in which a mutant has an effect, the quickest first: at most ``most``, and
-    as many as take ``seconds`` in all, but at least one."""
-    tests = sorted(survey.effective[key], key=lambda test: survey.seconds.get(test, 0.0))
+    """Return the tests in which a mutant has an effect: at most ``most``, and as many as take
+    ``seconds`` in all, but at least one. The quickest come first, but for memory that is held too
+    long those about memory."""
+    about_memory = key.startswith((GRAD, RELEASE))
+    tests = sorted(
+        survey.effective[key],
+        key=lambda test: (
+            about_memory and MEMORY_TESTS not in test,
+            survey.seconds.get(test, 0.0),
+        ),
+    )
     chosen: list[str] = []
     left = seconds
     for test in tests[:most]:

@@ -52,6 +52,16 @@ def test_what_cuda_takes_from_the_host_is_allowed(gpu: PretendedDevice) -> None:
     assert gpu.uploads.total() == 3 and not gpu.syncs
 
 
+def test_a_fused_optimizer_needs_its_numbers_of_steps_on_the_gpu(gpu: PretendedDevice) -> None:
+    weight = nn.Parameter(torch.ones(4, device=CUDA))
+    weight.grad = torch.ones(4, device=CUDA)
+    adamw = torch.optim.AdamW([weight], fused=True)
+    adamw.step()
+    adamw.state[weight]["step"] = torch.zeros(())
+    with pytest.raises(DevicesMixed, match=r"_fused_adamw_"):
+        adamw.step()
+
+
 def test_numpy_needs_a_copy_to_the_host(gpu: PretendedDevice) -> None:
     with pytest.raises(TypeError, match=r"Tensor\.cpu"):
         torch.ones(2, device=CUDA).numpy()

@@ -3,6 +3,8 @@ options of their own, digests."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from torch import Tensor
 
@@ -45,18 +47,37 @@ class ServedLoss:
 def test_gradients_add_up_and_a_step_follows(
     gpu: PretendedDevice, engine_on: Build, lora: LoraConfig | None
 ) -> None:
+    mark = gpu.mark()
     engine = engine_on(lora=lora)
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    others = gpu.allocated_since(mark)
+    optimizer.reset_moments(())
+    held = others - gpu.allocated_since(mark)  # the moments
+    optimizer.reset_moments({*optimizer.parameters})
     before = gpu.live_bytes
+    begin = gpu.mark()
+    engine.accumulate(rollouts(), ServedLoss("ppo"), mb_spec=SPEC)  # which keeps the first gradient
     for name in LOSSES:
         waits = 4 if name == "gspo" else 3  # it asks how many sequences there are
-        with gpu.limit(StepLimits(fp32_products=lora is not None, syncs=waits)):
+        products = lora is not None
+        waited = gpu.syncs.copy()
+        with gpu.limit(StepLimits(fp32_products=products, syncs=waits, kept_bytes=0)):
             result = engine.accumulate(rollouts(), ServedLoss(name), mb_spec=SPEC)
+        outside = gpu.syncs - waited - sum(gpu.micro_batches, Counter())
+        assert not outside, f"waits outside of the micro-batches: {outside}"
         assert not result.skipped and result.kept["logprobs"].device.type == "cpu"
     assert gpu.live_bytes > before, "the gradient is kept"
     assert engine.step(OptimizerConfig(lr=1e-3, beta1=0.8)).stats["lr"] == 1e-3
     assert engine.version == 1
+    left = gpu.allocated_since(begin)
+    assert not left, f"a step leaves {left}"
     assert len(digest_tensors(engine.weights())) == len(engine.weights())
+    mark = gpu.mark()
     engine.accumulate(rollouts(), ServedLoss("ppo"), mb_spec=SPEC)
     engine.forget_gradients()
+    left = gpu.allocated_since(mark)
+    assert not left, f"gradients are left: {left}"
     engine.forget_moments()
-    assert gpu.live_bytes <= before
+    moments = {line: n for line, n in gpu.allocated_since(0).items() if line in held}
+    assert not moments, f"moments are left: {moments}"

@@ -274,7 +274,8 @@ class PretendedDevice:
         if handler is not None:
             return handler(func, *args, **kwargs)
         tensors = find_tensors(args, kwargs)
-        self._refuse_mixed(func, tensors)
+        # The kernel of a fused optimizer reads the numbers of steps, which are scalars, in place.
+        self._refuse_mixed(func, tensors, scalars=schema.is_fused_optimizer)
         self._refuse_wide(func, args)
         return self._compute(func, args, kwargs, tensors)
 
@@ -357,10 +358,10 @@ class PretendedDevice:
 
     # ---- what a device refuses
 
-    def _refuse_mixed(self, func: Any, tensors: Sequence[Tensor]) -> None:
-        """Raise DevicesMixed for tensors of both devices; a single number of the host is allowed,
-        as in torch."""
-        host = [tensor for tensor in tensors if _is_of_host(tensor) and tensor.ndim > 0]
+    def _refuse_mixed(self, func: Any, tensors: Sequence[Tensor], scalars: bool = False) -> None:
+        """Raise DevicesMixed for tensors of both devices. Without ``scalars``, a single number of
+        the host is allowed, as in torch."""
+        host = [each for each in tensors if _is_of_host(each) and (scalars or each.ndim > 0)]
         if not host:
             return
         if here := [tensor for tensor in tensors if isinstance(tensor, PretendedTensor)]:
