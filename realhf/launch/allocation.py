@@ -356,14 +356,15 @@ def format_estimate(needs: list[MemoryNeed], free: Mapping[int | None, int]) -> 
         where = "host" if device is None else f"GPU {device}"
         available = free.get(device)
         remark = f", {available / GIB:.2f} free" if available is not None else ""
-        yield f"  {where}: {_sum_device(needs, device) / GIB:.2f} in all{remark}"
+        yield f"  {where}: {sum_device(needs, device) / GIB:.2f} in all{remark}"
 
 
 def find_shortages(needs: list[MemoryNeed], free: Mapping[int | None, int]) -> Iterator[str]:
-    """Yield a warning for each device with less free memory than estimated, with the options that
-    reduce it."""
+    """Yield a warning if the host, or a GPU, has less free memory than estimated, with the options
+    that reduce it. GPUs that lack more than the estimate may be wrong by are refused elsewhere
+    (``realhf.launch.gpu_shortages``)."""
     for device in sorted({need.device for need in needs}, key=str):
-        needed = _sum_device(needs, device)
+        needed = sum_device(needs, device)
         available = free.get(device)
         if available is not None and needed > available:
             where = "this machine" if device is None else f"GPU {device}"
@@ -385,7 +386,7 @@ def free_bytes(machine: Machine) -> dict[int | None, int]:
     return {None: available if left is None else min(available, left), **machine.free_bytes()}
 
 
-def _sum_device(needs: list[MemoryNeed], device: int | None) -> int:
+def sum_device(needs: Sequence[MemoryNeed], device: int | None) -> int:
     """Return the estimated bytes on a device. On the host they include ``PROGRAM_BYTES`` for each
     process."""
     on_device = [need for need in needs if need.device == device]

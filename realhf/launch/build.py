@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from realhf.api.config import ConfigError, ExperimentConfig, Mode
 from realhf.api.experiment import ExperimentSpec, InterfaceType, ModelSpec, RunPlan, artifact_exists
@@ -32,6 +32,7 @@ from realhf.launch.allocation import (
 from realhf.launch.checks import is_builtin
 from realhf.launch.compose import ComposedConfig
 from realhf.launch.engine_plan import plan_engines
+from realhf.launch.gpu_shortages import find_gpu_shortages
 from realhf.launch.plugins import (
     ExperimentFile,
     describe_user_error,
@@ -183,7 +184,7 @@ def print_check(built: BuiltExperiment, arguments: Sequence[str] = ()) -> int:
             )
     for line in _describe_machine(built):
         print(line)
-    needs, free = _estimate_memory(built)
+    needs, free, _ = _estimate_memory(built)
     print("\n".join(format_estimate(needs, free)))
     if built.config.trace:
         for line in trace_lines(spec, built.config, built.machine, needs):
@@ -254,10 +255,18 @@ def _describe_engine(model: ModelSpec, machine: Machine) -> str:
 
 def find_warnings(built: BuiltExperiment) -> Iterator[str]:
     """Yield warnings: the experiment's own advice, devices with too little free memory, and
-    learning rates that are probably too large for a pretrained model."""
+    learning rates that are probably too large for a pretrained model.
+
+    Raises ConfigError for a run that does not fit into the GPUs' memory. A trace, which tells what
+    takes it, is made nevertheless.
+    """
     for spec in (*built.spec.before, built.spec):
         yield from spec.advice
-    yield from find_shortages(*_estimate_memory(built))
+    if built.config.mode in (Mode.run, Mode.check):
+        memory = _estimate_memory(built)
+        if memory.problems and not built.config.trace:
+            raise ConfigError("\n".join(memory.problems))
+        yield from memory.problems or find_shortages(memory.needs, memory.free)
     if is_builtin(built.config.actor.path):
         return
     for spec in (*built.spec.before, built.spec):
@@ -276,16 +285,31 @@ def find_warnings(built: BuiltExperiment) -> Iterator[str]:
                 )
 
 
-def _estimate_memory(built: BuiltExperiment) -> tuple[list[MemoryNeed], dict[int | None, int]]:
-    """Return (estimated memory of each role and process, free bytes of each device). Both are empty
-    if the scheduler uses several hosts, whose memory is not known."""
+class MemoryPlan(NamedTuple):
+    """The estimated memory of a run."""
+
+    needs: list[MemoryNeed]
+    """Memory of each role and process; empty if hosts are used whose memory is not known."""
+    free: dict[int | None, int]
+    """Free bytes of each device."""
+    problems: list[str]
+    """What does not fit into the GPUs, with the options to change."""
+
+
+def _estimate_memory(built: BuiltExperiment) -> MemoryPlan:
+    """Return the estimated memory, without any needs if the scheduler uses several hosts."""
     if load_scheduler(built.config.scheduler.path).several_hosts:
-        return [], {}
-    gpus = _assign_gpus(built.spec, built.config, built.machine)
+        return MemoryPlan([], {}, [])
+    spec = built.spec
+    gpus = _assign_gpus(spec, built.config, built.machine)
     first = {name: numbers[0] for name, numbers in gpus.items()}
-    needs = estimate_needs(built.spec, built.config, first, len(built.machine.gpus))
-    planned = plan_engines(needs, built.spec, built.config, gpus, built.machine)
-    return planned, free_bytes(built.machine)
+    needs = estimate_needs(spec, built.config, first, len(built.machine.gpus))
+    free = free_bytes(built.machine)
+    try:
+        planned = plan_engines(needs, spec, built.config, gpus, built.machine)
+    except ConfigError as error:
+        return MemoryPlan(needs, free, [str(error)])
+    return MemoryPlan(planned, free, [*find_gpu_shortages(planned, free, spec, built.config)])
 
 
 def _trained_models(spec: ExperimentSpec) -> list[ModelSpec]:

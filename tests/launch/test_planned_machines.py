@@ -14,10 +14,11 @@ from typing import NamedTuple
 import huggingface_hub.constants
 import pytest
 
+from realhf.api.config import ConfigError
 from realhf.backends.builtin_policy import train_tokenizer
 from realhf.launch import vllm_choice
 from realhf.launch.__main__ import main
-from realhf.launch.build import build_experiment
+from realhf.launch.build import build_experiment, find_warnings
 from realhf.launch.compose import compose_config
 from realhf.scheduler.machine import KNOWN_GPUS, QUERY, Machine, plan_machine
 from tests.api.chat.templates import QWEN3 as QWEN3_TEMPLATE
@@ -40,6 +41,11 @@ SMOLLM2 = {
     "intermediate_size": 1536,
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
+}
+QWEN3_8B = SHAPES["Qwen/Qwen3-4B"] | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "tie_word_embeddings": False,
 }
 SYNC = "experiment=grpo env=countdown model=qwen3_0_6b"
 ASYNC = "experiment=grpo_async env=countdown model=qwen3_0_6b"
@@ -111,7 +117,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = train_tokenizer((), 400, 8192)
     tokenizer.chat_template = QWEN3_TEMPLATE
     tokenizer.save_pretrained(real)
-    for name, shape in SHAPES.items():
+    for name, shape in {**SHAPES, "Qwen/Qwen3-8B": QWEN3_8B}.items():
         cached = folder / "hub" / f"models--{name.replace('/', '--')}"
         for path, text in (
             ("refs/main", "abc"),
@@ -382,6 +388,21 @@ def test_usual_layouts_are_planned_as_the_page_says(check: Check, layout: Layout
             r"vLLM for weights of 7.49; give it a GPU of its own \(allocation.gpus\), train fewer",
         ),
         (
+            "1xH100",
+            "experiment=grpo env=countdown actor.path=Qwen/Qwen3-4B engine.name=embedded",
+            r"GPU 0 has 79.0 GiB free, and this run is estimated to take \S+, most of it for moments of "
+            r"actor \(30\): train adapters \(actor.lora.rank\); or divide it over several workers "
+            r"\(actor.backend=fsdp2 actor.workers=\[0,1\]\); or set actor.optimizer.offload=true; or ",
+        ),
+        (
+            "1xL4",
+            f"{SYNC} engine.name=embedded mb_spec.max_tokens_per_mb=65536 ppo.kl_loss_coef=0"
+            " actor.gradient_checkpointing=false",
+            r"GPU 0 has 21.9 GiB free, and this run is estimated to take \S+, most of it for activations "
+            r"of actor \(\S+\): set actor.gradient_checkpointing=true; or lower "
+            r"mb_spec.max_tokens_per_mb \(to 4096 or more\); or ",
+        ),
+        (
             "1xL4",
             f"{SYNC} rollout.max_total_tokens=40000 rollout.max_turns=2",
             "rollout.max_total_tokens=40000: keys and values of one episode take 4.27 GiB of GPU 0, "
@@ -433,6 +454,34 @@ def test_what_a_machine_does_badly_is_warned_of(check: Check, folder: Path, tmp_
             )
             for line in plan.warnings
         )
+
+
+@pytest.mark.slow
+def test_a_model_of_8b_on_two_of_four_gpus_is_refused_on_each(check: Check) -> None:
+    """It ended in the second micro-batch of its second step."""
+    options = f"experiment=grpo_async env=countdown actor.path=Qwen/Qwen3-8B {TWO}"
+    plan = check("4xH100", options, "async_rl.n_generation_workers=2")
+    assert plan.code == 2 and plan.lines == [] and len(plan.said) == 2
+    for number, line in enumerate(plan.said):
+        assert line.startswith(f"config error: GPU {number} has 79.0 GiB free, and this run is ")
+        assert "divide it over more workers (actor.workers); or train adapters (actor.lora" in line
+        assert "offload" not in line, "fsdp2 refuses that"
+    assert "(no reference) or give it another worker" in plan.said[0] != plan.said[1]
+    graph = main([*options.split(), "mode=graph"])
+    assert graph == 0, "where nothing is loaded nothing has to fit"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_a_trace_is_made_of_what_does_not_fit(check: Check, engine: str) -> None:
+    """Since it tells what takes the memory."""
+    options = f"experiment=grpo env=countdown actor.path=Qwen/Qwen3-8B engine.name={engine}"
+    given = [*options.split(), "mode=check", "machine=1xH100"]
+    with pytest.raises(ConfigError):
+        list(find_warnings(build_experiment(compose_config(given))))
+    built = build_experiment(compose_config([*given, "trace=true"]))
+    said = "GPU 0 has 79.0" if engine == "embedded" else "vLLM does not fit next to the trainer"
+    assert [line[: len(said)] for line in find_warnings(built)] == [said]
 
 
 @pytest.mark.slow
