@@ -14,7 +14,16 @@ from benchmarks.gpu_hour.report import FAILED, PASSED, SKIPPED, Line
 from realhf.base.installation import IMPORT_ROOT
 
 FOLDER = IMPORT_ROOT / "tests" / "gpu"
-FASTEST_FIRST = ("head", "varlen", "engines", "adapters", "device_memory", "weight_ipc", "ranks")
+FASTEST_FIRST = (
+    "head",
+    "varlen",
+    "engines",
+    "adapters",
+    "device_memory",
+    "weight_ipc",
+    "weight_nccl",
+    "ranks",
+)
 """Files of the folder by their time; others come last."""
 _OUTCOME = re.compile(
     r"^tests/gpu/test_(?P<file>\w+)\.py::(?P<test>\S.*?) (?P<outcome>PASSED|FAILED|ERROR|SKIPPED)\b"

@@ -41,6 +41,8 @@ def make_config(setting: Setting) -> Qwen3Config:
             "num_key_value_heads": 1,
             "head_dim": 64,
             "max_position_embeddings": 4096,
+            # So that few narrow blocks weigh more in the hidden state than the last token itself.
+            "initializer_range": 0.16,
         }
     return Qwen3Config(
         **shape, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=0

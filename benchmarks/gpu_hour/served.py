@@ -47,6 +47,8 @@ _TOLERANCE = 2.5
 """The server's distance from exact arithmetic may be so many times that of the trainer in bf16 ..."""
 _SLACK = 0.002
 """... and this more."""
+_CERTAIN = -0.2
+"""Mean log-probability of a model that is too sure of its tokens to be compared."""
 _SPEC = MicroBatchSpec(1, 4096)
 
 
@@ -242,8 +244,16 @@ def _compare(
         start_s = time.monotonic()
         outputs = client.sample(prompts, _NEW)
         rate = len(prompts) * _NEW / (time.monotonic() - start_s)
+        drawn = [value for output in outputs.values() for value in output.logprobs]
+        certainty = sum(drawn) / len(drawn)
+        if certainty > _CERTAIN:
+            raise CheckFailed(
+                f"tokens have a log-probability of {certainty:.2g} on average: a model without "
+                "doubts shows no differences"
+            )
         scored = trainer.score(outputs, prompts)
-        _say_scored(check, scored, judged=judged, rate_tokens_per_s=rate)
+        figures = {"rate_tokens_per_s": rate, "mean_logprob": certainty}
+        _say_scored(check, scored, judged=judged, **figures)
 
 
 def _say_scored(check: Check, scored: Scored, *, judged: bool, **figures: float) -> None:

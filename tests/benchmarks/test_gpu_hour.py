@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from benchmarks.gpu_hour import __main__ as program
-from benchmarks.gpu_hour.device_tests import FOLDER, order_files
-from benchmarks.gpu_hour.models import make_config
+from benchmarks.gpu_hour.device_tests import FASTEST_FIRST, FOLDER, order_files
+from benchmarks.gpu_hour.models import build_model, make_config
 from benchmarks.gpu_hour.part_process import run_part
 from benchmarks.gpu_hour.parts import PARTS, Part
 from benchmarks.gpu_hour.recording import Setting
@@ -188,10 +188,26 @@ def test_steps_fill_their_micro_batches_and_count_prompts_once() -> None:
     assert shape.operations(size) == pytest.approx(alone - 14 * per_prompt)
 
 
+def test_the_served_model_has_favourites_and_doubts() -> None:
+    """Tied to a narrow embedding, it would only repeat its last token, and show no differences."""
+    torch.set_num_threads(1)
+    model = build_model(
+        make_config(setting_in(Path("nowhere"))), torch.device("cpu"), torch.float32
+    )
+    ids = torch.arange(3, 51)[None]
+    with torch.inference_mode():
+        logits = model(ids).logits[0]
+    log_p = logits.log_softmax(-1)
+    assert 2.5 < float(logits.std()) < 3.5
+    assert 2.0 < float(-(log_p.exp() * log_p).sum(-1).mean()) < 6.0
+    assert float(log_p.exp()[torch.arange(48), ids[0]].mean()) < 0.05
+
+
 def test_every_file_of_the_tests_is_played() -> None:
     files = order_files()
     assert {*files} == {f"tests/gpu/{path.name}" for path in FOLDER.glob("test_*.py")}
-    assert files[0] == "tests/gpu/test_head.py" and files[-1] == "tests/gpu/test_ranks.py"
+    known = [f"tests/gpu/test_{name}.py" for name in FASTEST_FIRST]
+    assert files[: len(known)] == known, "a new file comes last until its time is known"
 
 
 def play(run: object, folder: Path, deadline_s: float = 60.0) -> tuple[PartResult, list[Line]]:
