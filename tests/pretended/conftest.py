@@ -49,7 +49,9 @@ def model_on(gpu: PretendedDevice) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def engine_on(gpu: PretendedDevice, model_on: Callable[..., Any]) -> Build:
+def engine_on(
+    gpu: PretendedDevice, model_on: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> Build:
     """engine_on(architecture, dtype, **options): its engine, which has its moments, as after a
     step. With ``watched``, its micro-batches are counted, by a hook with which it does not generate
     as fast as it can."""
@@ -63,6 +65,8 @@ def engine_on(gpu: PretendedDevice, model_on: Callable[..., Any]) -> Build:
     ) -> TorchEngine:
         model = model_on(architecture, dtype)
         engine = TorchEngine(model, None, optimizer=optimizer, total_train_steps=10, **options)
+        # What goes wrong in the trial of the kernel is no error: rows are padded, with a warning.
+        assert engine._forward.packs == (dtype == torch.bfloat16), caplog.text
         allocate_moments(engine)
         supports_bf16_products(engine.model.device)  # which the first step of a process finds out
         if watched:
