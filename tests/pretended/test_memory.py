@@ -152,6 +152,7 @@ def test_chunks_for_a_server_on_the_same_gpu_are_there_and_freed(
                 name for call, chunk in calls if call == "take_chunk" for name in chunk["names"]
             ]
             held = gpu.allocated_since(mark)
+            assert not gpu.refused, gpu.refused
             assert largest <= held.total() < largest + SCALAR, lines_of(held)
         del calls
     assert sorted(names) == sorted(weights)

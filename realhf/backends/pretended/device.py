@@ -89,7 +89,8 @@ class PretendedDevice:
     line, ``uploads`` the copies from the host by line, and ``fp32_products`` the matrix products of
     fp32 factors by line. ``live_bytes`` is the memory in use, ``peak_bytes`` its maximum.
     ``micro_batches`` has the waits of each micro-batch, ``left`` the bytes by line that each of
-    them but the last had allocated and still held when the next one began.
+    them but the last had allocated and still held when the next one began. ``refused`` has the
+    texts of all DevicesMixed, also of those that the product took for a model that it cannot run.
     """
 
     def __init__(self, properties: GPUProperties | None = None) -> None:
@@ -102,6 +103,7 @@ class PretendedDevice:
         self.peak_bytes = 0
         self.micro_batches: list[Counter[str]] = []
         self.left: list[Counter[str]] = []
+        self.refused: list[str] = []
         self._limits = StepLimits()
         self._sizes: dict[int, int] = {}
         self._addresses: dict[int, int] = {}
@@ -365,10 +367,11 @@ class PretendedDevice:
         if not host:
             return
         if here := [tensor for tensor in tensors if isinstance(tensor, PretendedTensor)]:
-            raise DevicesMixed(
+            self.refused.append(
                 f"{func} got tensors of cuda:0 {[tuple(t.shape) for t in here]} and of the CPU "
                 f"{[tuple(t.shape) for t in host]}, at {calling_line()}"
             )
+            raise DevicesMixed(self.refused[-1])
 
     def _refuse_wide(self, func: Any, args: Sequence[Any]) -> None:
         """Count matrix products of fp32 factors, and raise WideProduct if they are not allowed."""
