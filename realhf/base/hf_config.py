@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ MEMORY_PARTS = (
     "moments",
     "activations",
     "logits",
+    "merged",
     "keys, values",
 )
 """What the memory of a device holds."""
@@ -49,6 +50,23 @@ class ModelSize:
     """Width of the feed-forward network in a block."""
     key_values: int
     """Number of elements that the KV cache stores for each token, in all layers together."""
+    queries: int
+    """Width of all queries of a block."""
+    keys: int
+    """Width of all keys of a block."""
+    heads: int
+    """Number of queries of a block."""
+    norms_queries: bool
+    """Whether queries and keys are normalised."""
+    vocabulary: int
+    """Number of tokens that the head predicts."""
+    tied: bool
+    """Whether the head's weight is that of the embedding."""
+
+    @property
+    def head(self) -> int:
+        """Number of parameters of the head."""
+        return self.vocabulary * self.hidden
 
     def adapters(self, rank: int) -> int:
         """Return the number of parameters of LoRA adapters with this rank for all linear layers."""
@@ -86,11 +104,11 @@ def trainer_memory(
     workers.
 
     Gradients accumulate in fp32. AdamW keeps two fp32 moments per trained parameter, which are on
-    the device unless ``offload``.
+    the device unless ``offload``. Adapters are fp32.
     """
     trained = size.adapters(lora_rank) if lora_rank else size.parameters
-    masters = 4 * trained if dtype != "float32" else 0
-    weights = _BYTES[dtype] * (size.parameters + (trained if lora_rank else 0))
+    masters = 4 * trained if dtype != "float32" and not lora_rank else 0
+    weights = _BYTES[dtype] * size.parameters + (4 * trained if lora_rank else 0)
     return TrainerMemory(
         weights // parts,
         masters // parts,
@@ -104,17 +122,90 @@ def weight_bytes(size: ModelSize, dtype: str) -> int:
     return _BYTES[dtype] * size.parameters
 
 
-def activation_bytes(size: ModelSize, dtype: str, tokens: int, *, checkpointing: bool) -> int:
-    """Estimate the bytes that a forward pass over ``tokens`` tokens keeps for its backward pass.
+CHUNK_BYTES = 3 << 24
+"""Maximum bytes of fp32 logits that exist at once: 256 rows for a vocabulary of 49,152 tokens.
+Smaller chunks read the head's weight too often."""
+GPU_CHUNK_BYTES = 1 << 29
+"""The same on a GPU: 883 rows for a vocabulary of 151,936 tokens. The forward pass needs twice as
+much, the backward pass of bf16 factors one and a half times, of fp32 factors one chunk and the
+head's gradient. With fewer rows, most time is spent reading the head's weight."""
+_GPU_PARTS = 64
+"""Reciprocal of the maximum fraction of a GPU's memory that a chunk may use."""
 
-    In Llama and Qwen3 a block keeps 10 to 12 vectors of the hidden width and 4 of the feed-forward
-    width for each token. The estimate uses 16 instead of 12, because some vectors are fp32. With
-    ``checkpointing`` one vector per block is kept, plus all vectors of a single block. The estimate
-    assumes fused attention and chunked logits, which this library uses.
+
+def chunk_bytes(gpu_bytes: int = 0) -> int:
+    """Return the maximum bytes of fp32 logits that exist at once. ``gpu_bytes`` is the memory of
+    the GPU that computes them, 0 on a CPU."""
+    return max(CHUNK_BYTES, min(GPU_CHUNK_BYTES, gpu_bytes // _GPU_PARTS))
+
+
+@dataclass(frozen=True)
+class PassMemory:
+    """Memory in bytes of a forward and backward pass, when it is highest."""
+
+    activations: int
+    """What the backward pass needs, and what it computes with."""
+    logits: int
+    """Logits, and the gradient of the head that is computed from them."""
+
+
+def scoring_memory(size: ModelSize, dtype: str, tokens: int, gpu_bytes: int = 0) -> PassMemory:
+    """Return the memory of a forward pass without gradients over ``tokens`` tokens."""
+    chunk = min(chunk_bytes(gpu_bytes), 4 * tokens * size.vocabulary)
+    kept = _BYTES[dtype] * tokens * 2 * size.hidden
+    return PassMemory(kept, 2 * chunk)
+
+
+def training_memory(
+    size: ModelSize,
+    dtype: str,
+    tokens: int,
+    *,
+    checkpointing: bool,
+    lora_rank: int = 0,
+    gpu_bytes: int = 0,
+    predicts_tokens: bool = True,
+) -> PassMemory:
+    """Return the memory of a forward and backward pass over ``tokens`` tokens.
+
+    It is highest while the log-probabilities are computed, or in the backward pass of the last
+    block, or, with ``checkpointing``, of any block. What a block of Qwen3 or Llama keeps was
+    counted, in vectors of each width; other decoders are taken to be like them. In bf16, rows are
+    packed without padding, and keys and values of prompts that rows share are copied.
     """
-    block = 16 * size.hidden + 4 * size.inner
-    per_token = size.layers * size.hidden + block if checkpointing else size.layers * block
-    return _BYTES[dtype] * tokens * per_token
+    (kept, last, block) = _count_vectors(size, dtype, lora_rank)
+    layers = size.layers * (size.hidden if checkpointing else kept)
+    scale = _BYTES[dtype] * tokens
+    in_block = scale * (layers + (block if checkpointing else last))
+    in_head = scale * (layers + (2 if lora_rank else 3) * size.hidden)
+    if not predicts_tokens:
+        return PassMemory(max(in_block, in_head), 0)
+    chunk = min(chunk_bytes(gpu_bytes), 4 * tokens * size.vocabulary)
+    head = 0 if lora_rank else _BYTES[dtype] * size.head
+    backward = chunk + head + (chunk // 2 if dtype != "float32" else 0)
+    logits = backward if lora_rank else max(2 * chunk, backward)
+    waiting = head if size.tied else 0  # until the gradient of the embedding is there as well
+    if in_head + logits >= in_block + waiting:
+        return PassMemory(in_head, logits)
+    return PassMemory(in_block, waiting)
+
+
+def _count_vectors(size: ModelSize, dtype: str, lora_rank: int) -> tuple[int, int, int]:
+    """Return, in elements for each token: what a block keeps for its backward pass, what the
+    backward pass of the last block needs besides what all blocks keep, and what that of a
+    recomputed block needs."""
+    (hidden, inner, queries, keys) = (size.hidden, size.inner, size.queries, size.keys)
+    norms = size.norms_queries
+    if lora_rank:
+        ranks = 2 * lora_rank * len(size.matrices) // max(1, size.layers)
+        kept = 14 * hidden + 5 * inner + (6 if norms else 4) * queries + ranks
+        kept += (5 if norms else 3) * keys
+        return kept, 9 * hidden + inner, 20 * hidden + kept - 14 * hidden + 2 * inner
+    if dtype == "float32":
+        kept = 6 * hidden + 4 * inner + (6 if norms else 4) * queries + (2 if norms else 0) * keys
+        return kept, 2 * hidden + 2 * inner, kept + 2 * hidden + 4 * inner
+    kept = 8 * hidden + 4 * inner + (5 if norms else 2) * queries + (6 if norms else 3) * keys
+    return kept, 2 * hidden + 4 * inner, kept - hidden + 4 * inner
 
 
 def find_model_folder(path: str) -> Path | None:
@@ -142,14 +233,9 @@ def model_size(path: str) -> ModelSize | None:
         if not shapes:
             return size
         parameters = sum(math.prod(shape) for shape in shapes.values())
-        return ModelSize(
-            parameters,
-            block_matrices(shapes),
-            size.layers,
-            size.hidden,
-            size.inner,
-            size.key_values,
-        )
+        matrices = block_matrices(shapes)
+        norms = any(".q_norm." in name for name in shapes)
+        return replace(size, parameters=parameters, matrices=matrices, norms_queries=norms)
     return None
 
 
@@ -181,9 +267,25 @@ def estimate_size(config: Mapping[str, Any]) -> ModelSize:
     )
     embeddings += int(text.get("n_positions") or 0) * hidden
     parameters = sum(map(math.prod, matrices)) + 2 * hidden * len(layers) + embeddings + hidden
-    inner = max(inner for _, inner, _ in blocks)
-    key_values = sum(per_token for _, _, per_token in blocks)
-    return ModelSize(parameters, matrices, len(layers), hidden, inner, key_values)
+    kind = str(text.get("model_type") or "")
+    return ModelSize(
+        parameters,
+        matrices,
+        len(layers),
+        hidden,
+        inner=max(inner for _, inner, _ in blocks),
+        key_values=sum(per_token for _, _, per_token in blocks),
+        queries=max(block[0][0] for block, _, _ in blocks),
+        keys=max(block[1][0] for block, _, _ in blocks),
+        heads=max(int(layer.get("num_attention_heads") or layer["n_head"]) for layer in layers),
+        norms_queries=kind.startswith(_NORM_QUERIES),
+        vocabulary=int(text["vocab_size"]),
+        tied=bool(text.get("tie_word_embeddings", True)),
+    )
+
+
+_NORM_QUERIES = ("qwen3", "gemma3", "olmo2")
+"""Prefixes of the ``model_type`` of models that normalise queries and keys."""
 
 
 def _block_shapes(layer: Mapping[str, Any], hidden: int) -> tuple[list[tuple[int, int]], int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor
@@ -14,10 +15,11 @@ from realhf.api.parallel import SHARDED
 from realhf.base.hf_config import (
     MEMORY_PARTS,
     ModelSize,
-    activation_bytes,
     estimate_size,
     model_size,
+    scoring_memory,
     trainer_memory,
+    training_memory,
     weight_bytes,
 )
 from realhf.base.host_resources import memory_left
@@ -273,12 +275,19 @@ MEMORY_ADVICE = (
 """Advice that names the options which reduce a trainer's memory."""
 
 
+MERGED = "merged"
+"""Part of the memory that holds weights with their adapters added, while a policy with adapters
+samples, is published or exported."""
 KEY_VALUES = "keys, values"
 """Part of the memory that generation holds; it is freed before other calls."""
 _KEPT = ("weights", "masters", "moments")
 """Parts of the memory that a process holds between calls."""
-_IN_CALLS = (("gradients", "activations", "logits"), (KEY_VALUES,))
+_IN_CALLS = (("gradients", "activations", "logits"), (MERGED, KEY_VALUES))
 """Parts of the memory that one call holds: one that trains or scores, and one that samples."""
+
+
+_PUBLISHED_VERSIONS = 3
+"""Number of versions of the weights in host memory: two that are kept, and one that is written."""
 
 
 @dataclass(frozen=True)
@@ -299,17 +308,23 @@ class MemoryNeed:
 
     @property
     def total(self) -> int:
-        """Sum of all parts in bytes; 0 if the model's size is not known."""
-        return sum((self.bytes or {}).values())
+        """Largest sum of parts that are there at the same time, in bytes; 0 if the model's size is
+        not known."""
+        return sum(sum_parts([self]).values())
 
 
 def estimate_needs(
-    spec: ExperimentSpec, config: ExperimentConfig, gpus: Mapping[str, int], gpu_count: int
+    spec: ExperimentSpec,
+    config: ExperimentConfig,
+    gpus: Mapping[str, int],
+    gpu_count: int,
+    gpu_bytes: int = 80 * GIB,
 ) -> list[MemoryNeed]:
-    """Return the estimated memory of each role in each process that computes.
+    """Return the estimated memory of each role in each process that computes, and what they keep in
+    host memory.
 
     ``gpus`` maps workers to GPUs; a worker without an entry computes on GPU 0 if ``gpu_count`` is
-    positive, else on the host."""
+    positive, else on the host. ``gpu_bytes`` is the memory of a GPU."""
     needs = []
     for model in spec.models.values():
         size = find_model_size(model, config)
@@ -319,8 +334,13 @@ def estimate_needs(
         device = lambda name, on_gpu=on_gpu: gpus.get(name, 0) if on_gpu else None
         for index in model.workers:
             name = f"model_worker/{index}"
-            parts = None if size is None else _model_worker_bytes(spec, model, size, config)
+            parts = None
+            if size is not None:
+                memory = gpu_bytes if on_gpu else 0
+                parts = _model_worker_bytes(spec, model, size, config, memory)
             needs.append(MemoryNeed(name, model.role, model.path, device(name), parts))
+            if size is not None:
+                needs += _estimate_host_needs(spec, model, size, index)
         # A running server has a GPU that nobody here knows of.
         starts = model.engine.name != "vllm" or model.engine.vllm_url is None
         if spec.rollout is not None and spec.rollout.role == model.role and starts:
@@ -390,7 +410,8 @@ def sum_device(needs: Sequence[MemoryNeed], device: int | None) -> int:
     """Return the estimated bytes on a device. On the host they include ``PROGRAM_BYTES`` for each
     process."""
     on_device = [need for need in needs if need.device == device]
-    programs = PROGRAM_BYTES * len({need.process for need in on_device}) if device is None else 0
+    computing = {need.process for need in on_device if " " not in need.process}
+    programs = PROGRAM_BYTES * len(computing) if device is None else 0
     by_process: dict[str, list[MemoryNeed]] = {}
     for need in on_device:
         by_process.setdefault(need.process, []).append(need)
@@ -407,6 +428,22 @@ def sum_parts(needs: Sequence[MemoryNeed]) -> dict[str, int]:
         part: largest.get(part, 0) + sum(parts.get(part, 0) for parts in known if part in _KEPT)
         for part in MEMORY_PARTS
     }
+
+
+def _estimate_host_needs(
+    spec: ExperimentSpec, model: ModelSpec, size: ModelSize, index: int
+) -> Iterator[MemoryNeed]:
+    """Yield what a model worker keeps of a role in host memory: offloaded moments, and the versions
+    of the weights that generation workers may fetch from it."""
+    if model.trainable and model.optimizer is not None and model.optimizer.offload:
+        trained = size.adapters(model.lora.rank) if model.lora is not None else size.parameters
+        parts = {"moments": 8 * trained}
+        yield MemoryNeed(f"moments of model_worker/{index}", model.role, model.path, None, parts)
+    rollout = spec.rollout
+    publishes = rollout is not None and rollout.role == model.role and index == model.workers[0]
+    if rollout is not None and publishes and rollout.options.weights in ("shm", "fetch"):
+        parts = {"weights": _PUBLISHED_VERSIONS * weight_bytes(size, model.dtype)}
+        yield MemoryNeed(f"published by model_worker/{index}", model.role, model.path, None, parts)
 
 
 def find_model_size(model: ModelSpec, config: ExperimentConfig) -> ModelSize | None:
@@ -441,11 +478,15 @@ def sampled_sessions(spec: ExperimentSpec) -> int:
 
 
 def _model_worker_bytes(
-    spec: ExperimentSpec, model: ModelSpec, size: ModelSize, config: ExperimentConfig
+    spec: ExperimentSpec,
+    model: ModelSpec,
+    size: ModelSize,
+    config: ExperimentConfig,
+    gpu_bytes: int,
 ) -> dict[str, int]:
-    """Return the bytes of each part of the memory of a role in a model worker: its training state, or
-    only weights if it is not trained, and the KV cache of the episodes that the worker samples
-    itself."""
+    """Return the bytes of each part of the memory of a role in a model worker: its training state,
+    or only weights and a scoring pass if it is not trained, and the KV cache of the episodes that
+    the worker samples itself. ``gpu_bytes`` is the memory of its GPU, 0 on the host."""
     tokens = max(
         config.mb_spec.max_tokens_per_mb or MICRO_BATCH_TOKENS, config.rollout.max_total_tokens
     )
@@ -461,23 +502,40 @@ def _model_worker_bytes(
         kv_cache = key_value_bytes(model, size, config, sessions)
     if not model.trainable:
         weights = 0 if model.base_of else weight_bytes(size, model.dtype)
-        return {"weights": weights, KEY_VALUES: kv_cache}
+        scoring = scoring_memory(size, model.dtype, tokens, gpu_bytes)
+        return {
+            "weights": weights,
+            "activations": scoring.activations,
+            "logits": scoring.logits if model.head == "lm" else 0,
+            KEY_VALUES: kv_cache,
+        }
+    rank = model.lora.rank if model.lora is not None else 0
     training = trainer_memory(
         size,
         model.dtype,
-        lora_rank=model.lora.rank if model.lora is not None else 0,
+        lora_rank=rank,
         offload=model.optimizer is not None and model.optimizer.offload,
         parts=model.parallel.fsdp,
     )
-    activations = activation_bytes(
-        size, model.dtype, tokens, checkpointing=model.gradient_checkpointing
+    passes = training_memory(
+        size,
+        model.dtype,
+        tokens,
+        checkpointing=model.gradient_checkpointing,
+        lora_rank=rank,
+        gpu_bytes=gpu_bytes,
+        predicts_tokens=model.head == "lm",
     )
+    publishes = spec.rollout is not None and spec.rollout.role == model.role
+    merged = sum(map(math.prod, size.matrices)) if rank and (samples or publishes) else 0
     return {
         "weights": training.weights,
         "masters": training.masters,
         "gradients": training.gradients,
         "moments": training.moments,
-        "activations": activations,
+        "activations": passes.activations,
+        "logits": passes.logits,
+        MERGED: (4 if model.dtype == "float32" else 2) * merged,
         KEY_VALUES: kv_cache,
     }
 

@@ -303,7 +303,9 @@ def _estimate_memory(built: BuiltExperiment) -> MemoryPlan:
     spec = built.spec
     gpus = _assign_gpus(spec, built.config, built.machine)
     first = {name: numbers[0] for name, numbers in gpus.items()}
-    needs = estimate_needs(spec, built.config, first, len(built.machine.gpus))
+    sizes = [gpu.total_bytes for gpu in built.machine.gpus if gpu.total_bytes is not None]
+    known = {"gpu_bytes": min(sizes)} if sizes else {}
+    needs = estimate_needs(spec, built.config, first, len(built.machine.gpus), **known)
     free = free_bytes(built.machine)
     try:
         planned = plan_engines(needs, spec, built.config, gpus, built.machine)

@@ -22,10 +22,11 @@ from realhf.base import loopback as free_ports
 from realhf.base.dataclass_json import from_json_value, to_json_value
 from realhf.base.files import content_key
 from realhf.base.hf_config import (
-    activation_bytes,
     estimate_size,
     model_size,
+    scoring_memory,
     trainer_memory,
+    training_memory,
     weight_bytes,
 )
 from realhf.base.loopback import free_port
@@ -291,10 +292,15 @@ def test_a_trainer_holds_weights_gradients_and_moments():
     assert trainer_memory(size, "bfloat16", offload=True) == held(2 * n, 4 * n, 4 * n, 0)
     assert trainer_memory(size, "bfloat16", parts=2).first_update == 6 * n
     assert trainer_memory(size, "bfloat16", lora_rank=4) == held(
-        2 * (n + few), 4 * few, 4 * few, 8 * few
+        2 * n + 4 * few, 0, 4 * few, 8 * few
     )
     assert weight_bytes(size, "bfloat16") == 2 * n
     plain, saved = (
-        activation_bytes(size, "float32", 100, checkpointing=on) for on in (False, True)
+        training_memory(size, "bfloat16", 1000, checkpointing=on) for on in (False, True)
     )
-    assert plain == 4 * 100 * 3 * (16 * 64 + 4 * 96) and saved < plain / 2
+    assert plain.activations == 2 * 1000 * (3 * (8 * 64 + 4 * 96 + 2 * 64 + 3 * 64) + 3 * 64)
+    assert saved.activations < plain.activations / 2 and plain.logits >= 2 * size.head
+    critic = training_memory(size, "bfloat16", 1000, checkpointing=False, predicts_tokens=False)
+    assert critic.logits == 0 < plain.activations <= critic.activations
+    scored = scoring_memory(size, "bfloat16", 1000, gpu_bytes=80 << 30)
+    assert scored.activations < saved.activations and scored.logits == 2 * 4000 * size.vocabulary

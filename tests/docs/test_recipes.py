@@ -55,6 +55,8 @@ def test_the_memory_plan_on_the_page_is_that_of_its_commands(
         composed = compose_config(arguments)
         check_config(composed.config)
         for need in estimate_needs(build_experiment(composed).spec, composed.config, {}, 1):
+            if need.process.startswith("published by "):
+                continue  # in host memory
             assert need.bytes is not None and need.device == 0
             name = need.path.partition("/")[2]
             part = "generation" if need.process.startswith("generation") else "trainer"

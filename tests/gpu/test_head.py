@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from realhf.backends.training import selected_logprobs as module
-from realhf.backends.training.selected_logprobs import GPU_CHUNK_BYTES, selected_logprobs
+from realhf.backends.training.selected_logprobs import selected_logprobs
+from realhf.base.hf_config import GPU_CHUNK_BYTES
 
 VOCABULARY = 50_021
 WIDTH = 64

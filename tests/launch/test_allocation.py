@@ -272,7 +272,10 @@ def test_each_process_has_a_plan_by_role(folder):
         ("model_worker/0", "actor"): 0,
         ("model_worker/0", "ref"): 0,
         ("generation/0", "actor"): 1,
+        ("published by model_worker/0", "actor"): None,
     }
+    published = found["published by model_worker/0", "actor"]
+    assert published.total == pytest.approx(3 * 2 * PARAMETERS, rel=0.01), "three versions"
     trainer = found["model_worker/0", "actor"].bytes or {}
     each = {"weights": 2, "masters": 4, "gradients": 4, "moments": 8}
     assert {part: trainer[part] for part in each} == pytest.approx(
@@ -288,7 +291,8 @@ def test_each_process_has_a_plan_by_role(folder):
     )
     adapters = needs(*given, "actor.lora.rank=16")
     assert adapters["model_worker/0", "actor"].total < found["model_worker/0", "actor"].total / 2
-    assert adapters["model_worker/0", "ref"].total == 0, "it is the actor without its adapters"
+    shared = adapters["model_worker/0", "ref"].bytes or {}
+    assert shared["weights"] == 0, "it is the actor without its adapters"
     assert {need.device for need in adapters.values()} == {None}
 
 

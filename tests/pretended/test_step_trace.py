@@ -50,7 +50,16 @@ def arguments(tmp_path: Path) -> list[str]:
     return [f"actor.path={folder}", f"fileroot={runs}", "mode=check", "trace=true"]
 
 
-PARTS = ["weights", "masters", "gradients", "moments", "activations", "logits", "keys, values"]
+PARTS = [
+    "weights",
+    "masters",
+    "gradients",
+    "moments",
+    "activations",
+    "logits",
+    "merged",
+    "keys, values",
+]
 
 
 def table_of(printed: str) -> dict[str, dict[str, float]]:
@@ -75,10 +84,16 @@ def test_a_step_is_traced_by_what_holds_the_memory(
     arguments: list[str], capsys: pytest.CaptureFixture[str], lora: int
 ) -> None:
     adapters = [f"actor.lora.rank={lora}"] if lora else []
-    given = ["experiment=grpo", "env=countdown", "ppo.kl_loss_coef=0.1", *adapters]
+    given = [
+        "experiment=grpo",
+        "env=countdown",
+        "ppo.kl_loss_coef=0.1",
+        "engine.name=embedded",
+        *adapters,
+    ]
     assert main([*given, *arguments]) == 0
     printed, noted = capsys.readouterr()
-    assert "no GPU is visible here" in noted and "8 NVIDIA H100 80GB" in noted
+    assert "no GPU is visible here" in noted and "with machine=8xH100" in noted
     assert "in bfloat16" in printed, "as on a machine with a GPU"
     rows = table_of(printed)
     assert rows.keys() == {"actor_gen", "ref_inf", "actor_train", "plan"}
@@ -122,3 +137,41 @@ def test_what_cannot_be_traced_is_refused(
     kept = [each for each in arguments if not changed.startswith(f"{each.partition('=')[0]}=")]
     assert main(["experiment=grpo", "env=countdown", *kept, changed]) == 2
     assert re.search(f"^config error: .*{told}", capsys.readouterr().err, re.MULTILINE)
+
+
+QWEN3 = {
+    "small": {"hidden_size": 512, "num_hidden_layers": 6, "intermediate_size": 1536}
+    | {"num_attention_heads": 8},
+    "0.6B": {"hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072}
+    | {"num_attention_heads": 16},
+    "4B": {"hidden_size": 2560, "num_hidden_layers": 36, "intermediate_size": 9728}
+    | {"num_attention_heads": 32},
+}
+"""Shapes whose plan is compared with a trace; the last two are whole models of that name."""
+WHOLE = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936}
+CASES = [
+    pytest.param(model, checkpointing, lora, marks=[pytest.mark.nightly] * (model != "small"))
+    for model in QWEN3
+    for checkpointing in (False, True)
+    for lora in (0, 32)
+]
+
+
+@pytest.mark.parametrize(("model", "checkpointing", "lora"), CASES)
+def test_the_plan_is_within_five_per_cent_of_the_trace(
+    arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+    checkpointing: bool,
+    lora: int,
+) -> None:
+    file = Path(arguments[0].partition("=")[2]) / "config.json"
+    file.write_text(json.dumps(SHAPE | WHOLE | QWEN3[model]))
+    options = [f"actor.gradient_checkpointing={str(checkpointing).lower()}"]
+    options += [f"actor.lora.rank={lora}"] if lora else []
+    options += ["mb_spec.max_tokens_per_mb=4096", "rollout.max_total_tokens=1024"]
+    given = ["experiment=grpo_async", "env=countdown", "ppo.kl_loss_coef=0", *options]
+    assert main([*given, "ppo.use_decoupled_loss=false", "machine=2xB200", *arguments]) == 0
+    rows = table_of(capsys.readouterr().out)
+    peak = max(row["in all"] for name, row in rows.items() if name != "plan")
+    assert rows["plan"]["in all"] == pytest.approx(peak, rel=0.05), rows

@@ -12,10 +12,11 @@ from realhf.backends.pretended.device import GPUProperties, PretendedDevice
 from realhf.backends.pretended.tensor import PretendedTensor
 from realhf.base.hf_config import MEMORY_PARTS
 
-WEIGHTS, MASTERS, GRADIENTS, MOMENTS, ACTIVATIONS, LOGITS, KEY_VALUES = MEMORY_PARTS
+WEIGHTS, MASTERS, GRADIENTS, MOMENTS, ACTIVATIONS, LOGITS, MERGED, KEY_VALUES = MEMORY_PARTS
 _PART_OF_FILE = {
     "realhf/backends/training/optimizer.py": GRADIENTS,
     "realhf/backends/training/selected_logprobs.py": LOGITS,
+    "realhf/backends/training/lora.py": MERGED,
     "realhf/backends/embedded/kv_cache.py": KEY_VALUES,
 }
 """Part of the memory that the product's files allocate. All others allocate activations, until

@@ -17,18 +17,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from realhf.backends.embedded.kernels import onednn_linear, trains_faster
+from realhf.base.hf_config import chunk_bytes
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 3 << 24
-"""Maximum bytes of fp32 logits that exist at once: 256 rows for a vocabulary of 49,152 tokens.
-Smaller chunks read the head's weight too often."""
-GPU_CHUNK_BYTES = 1 << 29
-"""The same on a GPU: 883 rows for a vocabulary of 151,936 tokens. The forward pass needs twice as
-much, the backward pass of bf16 factors one and a half times, of fp32 factors one chunk and the
-head's gradient. With fewer rows, most time is spent reading the head's weight."""
-_GPU_PARTS = 64
-"""Reciprocal of the maximum fraction of a GPU's memory that a chunk may use."""
 _KEPT_BYTES = 1 << 24
 """Maximum bytes of a call's logits that are kept for the backward pass; larger ones are
 recomputed."""
@@ -37,8 +29,7 @@ recomputed."""
 def chunk_rows(vocabulary: int, gpu_bytes: int = 0) -> int:
     """Return the number of rows of fp32 logits in a chunk. ``gpu_bytes`` is the memory of the GPU
     that computes them, 0 on a CPU."""
-    nbytes = max(CHUNK_BYTES, min(GPU_CHUNK_BYTES, gpu_bytes // _GPU_PARTS))
-    return max(1, nbytes // (4 * vocabulary))
+    return max(1, chunk_bytes(gpu_bytes) // (4 * vocabulary))
 
 
 _ALL_COLUMNS = slice(None)
