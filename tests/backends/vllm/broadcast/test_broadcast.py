@@ -27,6 +27,8 @@ from realhf.api.calls import (
     TRIAL_CHANGE,
     TRIAL_RESTORE,
     UPDATE_WEIGHTS,
+    PublishWeightsRequest,
+    StartBroadcastRequest,
 )
 from realhf.api.experiment import ModelSpec
 from realhf.api.trace import Tracer
@@ -392,3 +394,19 @@ async def test_servers_that_come_and_go(
                 start(dying)
                 await asyncio.wait_for(run.updates.wait_for_all(), LIMIT_S)
         assert run.versions == list(range(8))
+
+
+async def test_a_version_is_not_offered_while_a_self_test_changes_it(run: Run) -> None:
+    """Who joined late could get a mixture of the two."""
+    answers: list[bool] = []
+
+    def step(trial: int, *others: Any) -> tuple[list[Any], list[Any]]:
+        request = StartBroadcastRequest(0, 0, ["late"], 2, LIMIT_S)
+        answers.append(run.trainer._start_broadcast(request).offered)
+        return [], []
+
+    run.trainer._publish_weights(PublishWeightsRequest("actor", 0, broadcast=True))
+    run.trainer._trial = SimpleNamespace(step=step, names=[])
+    request = PublishWeightsRequest("actor", 0, TRIAL_CHANGE, broadcast=True)
+    run.trainer._publish_weights(request)
+    assert answers == [False]
