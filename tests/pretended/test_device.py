@@ -14,6 +14,7 @@ from torch import nn
 from realhf.backends.pretended.device import (
     UNKNOWN,
     DevicesMixed,
+    DtypesMixed,
     PretendedDevice,
     StepLimits,
     TooManySyncs,
@@ -50,6 +51,12 @@ def test_what_cuda_takes_from_the_host_is_allowed(gpu: PretendedDevice) -> None:
     assert here[torch.tensor([True, False, True, True])].shape == (3, 4)
     here.copy_(torch.zeros(4, 4))
     assert gpu.uploads.total() == 3 and not gpu.syncs
+
+
+def test_factors_of_two_dtypes_are_refused(gpu: PretendedDevice) -> None:
+    x = torch.ones(4, 4, device=CUDA)
+    with pytest.raises(DtypesMixed, match=r"torch\.float32 and torch\.bfloat16"):
+        x @ x.bfloat16()
 
 
 def test_a_fused_optimizer_needs_its_numbers_of_steps_on_the_gpu(gpu: PretendedDevice) -> None:

@@ -40,6 +40,10 @@ class DevicesMixed(RuntimeError):
     """Error: an operation got tensors of the device and of the host."""
 
 
+class DtypesMixed(RuntimeError):
+    """Error: a matrix product got factors of two dtypes."""
+
+
 class WideProduct(RuntimeError):
     """Error: a matrix product of fp32 factors where only narrower ones are expected."""
 
@@ -263,7 +267,7 @@ class PretendedDevice:
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation with tensors of this device, or which creates one.
 
-        Raises DevicesMixed, WideProduct or TooManySyncs naming the line of the product.
+        Raises DevicesMixed, DtypesMixed, WideProduct or TooManySyncs naming the line of the product.
         """
         schema = _schema_of(func)
         if schema.is_composite:
@@ -380,7 +384,10 @@ class PretendedDevice:
             return
         tensors = [value for value in args if isinstance(value, Tensor)]
         factors = tensors[:2] if schema.is_attention else tensors[-2:]
-        if all(factor.dtype != torch.float32 for factor in factors):
+        if factors[0].dtype != factors[1].dtype:
+            dtypes = " and ".join(str(factor.dtype) for factor in factors)
+            raise DtypesMixed(f"a matrix product of {dtypes} factors, at {calling_line()}")
+        if factors[0].dtype != torch.float32:
             return
         if not schema.is_attention and 1 in (*factors[0].shape[-2:], *factors[1].shape[-2:]):
             return  # an outer product or a product with a vector: as many reads as operations
