@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor
@@ -365,7 +366,9 @@ def format_estimate(needs: list[MemoryNeed], free: Mapping[int | None, int]) -> 
         where = "host" if need.device is None else f"GPU {need.device}"
         label = f"  {need.process} {need.role} ({where})"
         if need.bytes is None:
-            yield f"{label}: the size of {need.path} is not known, since it is not here yet"
+            is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", need.path)
+            hint = f" (`hf download {need.path} config.json`)" if is_hub_id else ""
+            yield f"{label}: the size of {need.path} is not known, since it is not here yet{hint}"
         else:
             yield (
                 f"{label}: "
@@ -376,7 +379,9 @@ def format_estimate(needs: list[MemoryNeed], free: Mapping[int | None, int]) -> 
         where = "host" if device is None else f"GPU {device}"
         available = free.get(device)
         remark = f", {available / GIB:.2f} free" if available is not None else ""
-        yield f"  {where}: {sum_device(needs, device) / GIB:.2f} in all{remark}"
+        unknown = any(need.device == device and need.bytes is None for need in needs)
+        least = "at least " if unknown else ""
+        yield f"  {where}: {least}{sum_device(needs, device) / GIB:.2f} in all{remark}"
 
 
 def find_shortages(needs: list[MemoryNeed], free: Mapping[int | None, int]) -> Iterator[str]:

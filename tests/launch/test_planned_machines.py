@@ -472,6 +472,17 @@ def test_a_model_of_8b_on_two_of_four_gpus_is_refused_on_each(check: Check) -> N
 
 
 @pytest.mark.slow
+def test_a_model_whose_size_is_not_known_is_planned_as_far_as_it_is(check: Check) -> None:
+    plan = check("2xH100", "experiment=grpo_async env=countdown actor.path=owner/other")
+    assert plan.code == 0 and not plan.memory
+    unknown = (
+        "  generation/0 actor (GPU 1): the size of owner/other is not known, since it is not here"
+    )
+    assert f"{unknown} yet (`hf download owner/other config.json`)" in plan.lines
+    assert "  GPU 1: at least 0.00 in all, 79.02 free" in plan.lines
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["embedded", "vllm"])
 def test_a_trace_is_made_of_what_does_not_fit(check: Check, engine: str) -> None:
     """Since it tells what takes the memory."""
