@@ -13,22 +13,25 @@ from realhf.backends.pretended.tensor import PretendedTensor
 from realhf.base.hf_config import MEMORY_PARTS
 
 WEIGHTS, MASTERS, GRADIENTS, MOMENTS, ACTIVATIONS, LOGITS, MERGED, KEY_VALUES = MEMORY_PARTS
+MERGING_FILE = "realhf/backends/training/lora.py"
+"""File of the product that merges adapters."""
 _PART_OF_FILE = {
     "realhf/backends/training/optimizer.py": GRADIENTS,
     "realhf/backends/training/selected_logprobs.py": LOGITS,
-    "realhf/backends/training/lora.py": MERGED,
     "realhf/backends/embedded/kv_cache.py": KEY_VALUES,
 }
-"""Part of the memory that the product's files allocate. All others allocate activations, until
+"""Part of the memory that the product's files allocate. ``MERGING_FILE`` allocates merged weights
+while the device ``samples``. All others allocate activations, until
 ``relabel`` says otherwise."""
 
 
 class LedgerDevice(PretendedDevice):
     """A pretended GPU that knows what its memory holds. ``parts`` has the bytes in use for each of
-    ``MEMORY_PARTS``."""
+    ``MEMORY_PARTS``. Set ``samples`` during a call that samples."""
 
     def __init__(self, properties: GPUProperties | None = None) -> None:
         super().__init__(properties)
+        self.samples = False
         self.parts: Counter[str] = Counter()
         self._peak_parts: Counter[str] = Counter()
         self._part_of: dict[int, str] = {}
@@ -41,7 +44,10 @@ class LedgerDevice(PretendedDevice):
             if self.live_bytes != before:
                 key = plain.untyped_storage()._cdata
                 file = self._origins[key].line.partition(":")[0]
-                part = self._part_of[key] = _PART_OF_FILE.get(file, ACTIVATIONS)
+                part = _PART_OF_FILE.get(file, ACTIVATIONS)
+                if self.samples and file == MERGING_FILE:
+                    part = MERGED
+                self._part_of[key] = part
                 self.parts[part] += self.live_bytes - before
             return tensor
 

@@ -236,6 +236,7 @@ class _Worker:
         device.operations = Counter()
         device.syncs = Counter()
         device.fp32_products = Counter()
+        device.samples = model is None
         handle = None if model is None else device.watch(model)
         device.reset_peak()
         try:
