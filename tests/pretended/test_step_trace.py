@@ -125,6 +125,18 @@ def test_a_critic_has_its_own_memory(
     assert rows["critic_train"]["logits"] < 0.02 < rows["actor_train"]["logits"]
 
 
+def test_offloaded_moments_are_in_host_memory(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["experiment=grpo", "env=countdown", "ppo.kl_loss_coef=0", "engine.name=embedded"]
+    assert main([*given, "actor.optimizer.offload=true", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert table_of(printed)["actor_train"]["moments"] == 0
+    (traced,) = re.findall(r"^  host: ([\d.]+) of moments", printed, re.MULTILINE)
+    (planned,) = re.findall(r"moments of model_worker/0 actor \(host\): .*= ([\d.]+)", printed)
+    assert float(traced) == near(PARAMETERS, 8) and float(planned) == near(PARAMETERS, 8)
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
