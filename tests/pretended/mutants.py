@@ -29,7 +29,18 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from tests.pretended.mutation import GRAD, RELEASE, ROOT, WITHOUT_EFFECT, Place, Switch, instrument
+from tests.pretended.mutation import (
+    DEVICE,
+    GRAD,
+    KEPT,
+    RELEASE,
+    ROOT,
+    WAIT,
+    WITHOUT_EFFECT,
+    Place,
+    Switch,
+    instrument,
+)
 
 FOLDER = "tests/pretended"
 LEFT_OUT = tuple(f"--ignore={FOLDER}/{name}.py" for name in ("test_mutants", "test_step_trace"))
@@ -40,7 +51,20 @@ SURVIVES = "survives"
 CAUGHT = "caught"
 UNNAMED = "fails without naming a line"
 OVERRUN = "overran its deadline"
-REASONS: Mapping[str, str] = {}
+_ENGINE = "realhf/backends/training/torch_engine.py"
+_OPTIMIZER = "realhf/backends/training/optimizer.py"
+_OWN_WEIGHTS = "these are the model's own tensors, which stay"
+REASONS: Mapping[str, str] = {
+    f"{DEVICE} realhf/algorithms/policy_loss.py _reference_loss": "CUDA takes a number of the host",
+    f"{RELEASE} {_ENGINE} version": "numbers only: rows of old weights would be used again",
+    f"{RELEASE} {_ENGINE} train_batch": "the step before has released them",
+    f"{RELEASE} {_OPTIMIZER} publish": "the gradients are cleared after the step",
+    f"{KEPT} {_ENGINE} weights": _OWN_WEIGHTS,
+    f"{KEPT} realhf/backends/embedded/weight_copy.py collect_weights": _OWN_WEIGHTS,
+    f"{KEPT} {_OPTIMIZER} tensors": _OWN_WEIGHTS,
+    f"{WAIT} {_OPTIMIZER} tensors": "a checkpoint copies them to the host anyway",
+    f"{GRAD} realhf/base/tensor_digest.py digest": "the tensor is detached before",
+}
 """Why mutants survive that change something: reason by "rule file function"."""
 _LINE = re.compile(r"(realhf/[\w/]+\.py):(\d+)")
 _FORK = get_context("fork")
