@@ -710,8 +710,8 @@ class AsyncConfig:
     weights: str = option(
         "shm",
         "Transport of weight updates to the engines: shared memory (shm), files (disk), the run's "
-        "sockets (fetch), or from GPU to GPU (nccl). By default nccl for vLLM servers on GPUs of "
-        "their own, on this host; other engines and GPUs shared with a trainer cannot take it.",
+        "sockets (fetch), or from GPU to GPU (nccl: for vLLM servers on GPUs of their own, and not "
+        "yet run on any).",
         choices=("shm", "disk", "fetch", "nccl"),
         retired={"broadcast": "fetch reaches the same hosts, encrypted with the keys of the run"},
         on_resume="free",

@@ -41,7 +41,7 @@ from realhf.launch.plugins import (
 )
 from realhf.launch.step_trace import check_trace, trace_lines
 from realhf.launch.vllm_choice import find_executable
-from realhf.launch.weights_choice import choose_medium, describe_medium
+from realhf.launch.weights_choice import check_medium, describe_medium
 from realhf.scheduler.machine import NO_GPUS, Machine
 
 LARGE_RATE = 5e-5
@@ -120,10 +120,9 @@ def build_experiment(composed: ComposedConfig) -> BuiltExperiment:
             "cannot tell which policy is the best"
         )
     *_, graph = [build_spec_graph(every) for every in all_specs]
-    final = choose_medium(
-        from_json_value(ExperimentSpec, plain),
-        config,
-        {*composed.overridden, *composed.written, *sum(composed.chosen.values(), ())},
+    final = from_json_value(ExperimentSpec, plain)
+    check_medium(
+        final,
         _assign_gpus(spec, config, composed.machine),
         gpu_count=len(composed.machine.gpus),
         several_hosts=load_scheduler(config.scheduler.path).several_hosts,

@@ -1,12 +1,10 @@
-"""Choice of the medium of weight updates: over NCCL from GPU to GPU where the trainer and the servers
-are known to have GPUs of their own."""
+"""Check of weight updates over NCCL, which need a GPU of its own for the trainer and each server."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 
-from realhf.api.config import ConfigError, ExperimentConfig
+from realhf.api.config import ConfigError
 from realhf.api.experiment import ExperimentSpec
 
 OPTION = "async_rl.weights"
@@ -15,36 +13,22 @@ NCCL = "nccl"
 """Medium of broadcasts from GPU to GPU."""
 
 
-def choose_medium(
+def check_medium(
     spec: ExperimentSpec,
-    config: ExperimentConfig,
-    user_options: Collection[str],
     gpus: Mapping[str, tuple[int, ...]],
     *,
     gpu_count: int,
     several_hosts: bool,
-) -> ExperimentSpec:
-    """Return ``spec`` with weights over NCCL if nothing is against it and the user has not named a
-    medium (in ``user_options``). ``gpus`` are those of each worker.
-
-    Raises ConfigError if the user has named NCCL and it cannot be.
-    """
+) -> None:
+    """Raise ConfigError if weights are to go over NCCL and cannot. ``gpus`` are those of each
+    worker."""
     rollout = spec.rollout
-    if rollout is None:
-        return spec
-    named = OPTION in user_options
-    if named and config.async_rl.weights != NCCL:
-        return spec
+    if rollout is None or rollout.options.weights != NCCL:
+        return
     url = spec.models[rollout.role].engine.vllm_url
     problem = _find_problem(spec, gpus, gpu_count, elsewhere=several_hosts or url is not None)
-    if named:
-        if problem:
-            raise ConfigError(f"{OPTION}={NCCL}: {problem}; leave the option out")
-        return spec
-    if problem or several_hosts or url is not None:
-        return spec
-    config.async_rl.weights = NCCL
-    return replace(spec, rollout=replace(rollout, options=replace(rollout.options, weights=NCCL)))
+    if problem:
+        raise ConfigError(f"{OPTION}={NCCL}: {problem}; leave the option out")
 
 
 def _find_problem(

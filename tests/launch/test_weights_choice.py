@@ -1,4 +1,4 @@
-"""Weights go from GPU to GPU where trainer and servers have GPUs of their own, and nowhere else."""
+"""Weights go from GPU to GPU only if asked, and where trainer and servers have their own GPUs."""
 
 from __future__ import annotations
 
@@ -27,30 +27,27 @@ def medium(count: int, *options: str) -> str:
     return rollout.options.weights
 
 
-def test_servers_with_gpus_of_their_own_get_weights_over_nccl(
+def test_servers_with_gpus_of_their_own_get_weights_over_nccl_if_asked(
     programs: Path,  # noqa: F811
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert medium(2) == medium(4, *TWO_AND_TWO) == medium(2, NAMED) == "nccl"
-    assert medium(4, "engine.tensor_parallel_size=2") == "nccl"
-    composed = composed_for(4, *ASYNCHRONOUS, *TWO_AND_TWO)
-    built = build_experiment(composed)
-    assert composed.config.async_rl.weights == "nccl", "as the run records it"
-    print_check(built)
+    assert medium(2, NAMED) == medium(4, *TWO_AND_TWO, NAMED) == "nccl"
+    assert medium(4, "engine.tensor_parallel_size=2", NAMED) == "nccl"
+    url = ("engine.name=vllm", "engine.vllm_url=http://127.0.0.1:1")
+    assert medium(2, *url, NAMED) == "nccl", "the user knows its GPUs"
+    print_check(build_experiment(composed_for(4, *ASYNCHRONOUS, *TWO_AND_TWO, NAMED)))
     assert "weights: over NCCL, from GPU 0 to 2, 3\n" in capsys.readouterr().out
 
 
-def test_others_keep_what_they_have(programs: Path) -> None:  # noqa: F811
-    assert medium(0, "engine.name=vllm") == medium(1) == "shm"
-    assert medium(2, "engine.name=embedded") == "shm"
-    assert medium(2, "async_rl.weights=fetch") == "fetch", "the user's choice"
-    assert medium(2, "async_rl.weights=shm") == "shm"
-    assert medium(2, "allocation.gpus=[0]", "allocation.share=true") == "shm"
-    crowded = ("async_rl.n_generation_workers=4", "engine.gpu_memory_utilization=0.3")
-    assert medium(4, *crowded) == "shm", "two of them share a GPU"
-    url = ("engine.name=vllm", "engine.vllm_url=http://127.0.0.1:1")
-    assert medium(2, *url) == "shm", "its GPUs are not known"
-    assert medium(2, *url, NAMED) == "nccl", "the user knows"
+def test_weights_go_through_the_memory_of_the_host_otherwise(
+    programs: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert medium(0, "engine.name=vllm") == medium(1) == medium(2) == "shm"
+    assert medium(2, "engine.name=embedded") == medium(4, *TWO_AND_TWO) == "shm"
+    assert medium(2, "async_rl.weights=fetch") == "fetch"
+    print_check(build_experiment(composed_for(2, *ASYNCHRONOUS)))
+    assert "over NCCL" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -63,6 +60,11 @@ def test_others_keep_what_they_have(programs: Path) -> None:  # noqa: F811
             2,
             ("allocation.gpus=[1]", "allocation.share=true"),
             "model_worker/0 and generation/0 share GPU 1, and NCCL needs a GPU for each",
+        ),
+        (
+            4,
+            ("async_rl.n_generation_workers=4", "engine.gpu_memory_utilization=0.3"),
+            "share GPU 1, and NCCL needs a GPU for each",
         ),
     ],
 )
@@ -87,4 +89,5 @@ def test_a_server_is_started_for_the_transfer(
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (80 << 30, 80 << 30))
     over = AsyncConfig(weights="nccl")
     assert server_options(spec, over, shared=False).transfer == "nccl"
+    assert server_options(spec, over, shared=True).transfer == "ipc", "a GPU is one rank at most"
     assert server_options(spec, AsyncConfig(), shared=False).transfer == "ipc"
