@@ -239,6 +239,21 @@ def model_size(path: str) -> ModelSize | None:
     return None
 
 
+_COUNTED = ("llama", "qwen3")
+"""The ``model_type`` of the models whose ``training_memory`` was counted."""
+
+
+def is_counted(path: str) -> bool:
+    """Return whether the memory of a model's passes was counted, rather than taken to be like that
+    of another decoder. ``path`` as in ``model_size``."""
+    folder = find_model_folder(path)
+    if folder is not None:
+        with suppress(OSError, ValueError, AttributeError):
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            return _text_config(config).get("model_type") in _COUNTED
+    return False
+
+
 def head_size(path: str) -> int | None:
     """Return the size of a model's attention heads, given as in ``model_size``; None if it is not
     known."""

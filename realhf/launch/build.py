@@ -20,7 +20,9 @@ from realhf.api.experiment import ExperimentSpec, InterfaceType, ModelSpec, RunP
 from realhf.api.graph import DataFlowGraph, GraphError, build_graph
 from realhf.api.option import walk
 from realhf.base.dataclass_json import from_json_value, to_json_value
+from realhf.base.hf_config import find_model_folder, is_counted
 from realhf.launch.allocation import (
+    GIB,
     MemoryNeed,
     allocate,
     check_offload,
@@ -28,8 +30,9 @@ from realhf.launch.allocation import (
     find_shortages,
     format_estimate,
     free_bytes,
+    sum_device,
 )
-from realhf.launch.checks import is_builtin
+from realhf.launch.checks import BUILTIN_PATHS, is_builtin
 from realhf.launch.compose import ComposedConfig
 from realhf.launch.engine_plan import plan_engines
 from realhf.launch.gpu_shortages import find_gpu_shortages
@@ -256,16 +259,19 @@ def find_warnings(built: BuiltExperiment) -> Iterator[str]:
     """Yield warnings: the experiment's own advice, devices with too little free memory, and
     learning rates that are probably too large for a pretrained model.
 
-    Raises ConfigError for a run that does not fit into the GPUs' memory. A trace, which tells what
-    takes it, is made nevertheless.
+    Raises ConfigError for a run that does not fit into the GPUs' memory, if the memory of its
+    models was counted; others are warned of. A trace, which tells what takes it, is made
+    nevertheless.
     """
     for spec in (*built.spec.before, built.spec):
         yield from spec.advice
     if built.config.mode in (Mode.run, Mode.check):
         memory = _estimate_memory(built)
-        if memory.problems and not built.config.trace:
+        if memory.problems and _is_counted(built) and not built.config.trace:
             raise ConfigError("\n".join(memory.problems))
         yield from memory.problems or find_shortages(memory.needs, memory.free)
+        if built.config.mode is Mode.run and not memory.problems:
+            yield from _find_taken_memory(memory, built.machine)
     if is_builtin(built.config.actor.path):
         return
     for spec in (*built.spec.before, built.spec):
@@ -284,6 +290,30 @@ def find_warnings(built: BuiltExperiment) -> Iterator[str]:
                 )
 
 
+def _is_counted(built: BuiltExperiment) -> bool:
+    """Return whether the memory of each model of a run was counted. A model that is not there yet
+    is one that a warm start makes of the actor."""
+    actor = built.config.actor.path
+    paths = {model.path for model in built.spec.models.values()}
+    return all(
+        path in BUILTIN_PATHS or is_counted(path)
+        for path in (path if find_model_folder(path) is not None else actor for path in paths)
+    )
+
+
+def _find_taken_memory(memory: MemoryPlan, machine: Machine) -> Iterator[str]:
+    """Yield a warning for each GPU on which the run would fit if no process used it. Those may be
+    what a crash has left behind, and end by themselves."""
+    for device, free in machine.free_bytes().items():
+        needed = sum_device(memory.needs, device)
+        if free < needed <= memory.free.get(device, 0):
+            yield (
+                f"GPU {device} has {free / GIB:.1f} GiB free, this run is estimated to take "
+                f"{needed / GIB:.1f}, and other processes hold what is missing; end them "
+                "(`nvidia-smi` lists them)"
+            )
+
+
 class MemoryPlan(NamedTuple):
     """The estimated memory of a run."""
 
@@ -296,18 +326,24 @@ class MemoryPlan(NamedTuple):
 
 
 def _estimate_memory(built: BuiltExperiment) -> MemoryPlan:
-    """Return the estimated memory, without any needs if the scheduler uses several hosts."""
+    """Return the estimated memory, without any needs if the scheduler uses several hosts.
+
+    A check plans with what is free. A run plans with GPUs that no other process uses: after a crash
+    the memory of the old processes may be freed a little later.
+    """
     if load_scheduler(built.config.scheduler.path).several_hosts:
         return MemoryPlan([], {}, [])
     spec = built.spec
-    gpus = _assign_gpus(spec, built.config, built.machine)
+    is_run = built.config.mode is Mode.run
+    machine = built.machine.without_processes() if is_run else built.machine
+    gpus = _assign_gpus(spec, built.config, machine)
     first = {name: numbers[0] for name, numbers in gpus.items()}
-    sizes = [gpu.total_bytes for gpu in built.machine.gpus if gpu.total_bytes is not None]
+    sizes = [gpu.total_bytes for gpu in machine.gpus if gpu.total_bytes is not None]
     known = {"gpu_bytes": min(sizes)} if sizes else {}
-    needs = estimate_needs(spec, built.config, first, len(built.machine.gpus), **known)
-    free = free_bytes(built.machine)
+    needs = estimate_needs(spec, built.config, first, len(machine.gpus), **known)
+    free = free_bytes(machine)
     try:
-        planned = plan_engines(needs, spec, built.config, gpus, built.machine)
+        planned = plan_engines(needs, spec, built.config, gpus, machine)
     except ConfigError as error:
         return MemoryPlan(needs, free, [str(error)])
     return MemoryPlan(planned, free, [*find_gpu_shortages(planned, free, spec, built.config)])

@@ -210,15 +210,16 @@ def host_warnings(
     if builtin or machine.gpus or machine.plan or not made:
         return
     yield (
-        f"{' and '.join(before for before, _ in made)}: chosen because the launcher sees no GPU here, "
-        f"whatever its hosts have; on hosts with GPUs name {' '.join(after for _, after in made)}, or "
-        "see by mode=check machine=8xH100 what a launcher on such a host chooses"
+        f"{' and '.join(before for before, _ in made)}: chosen because the launcher sees no GPU "
+        f"here, whatever its hosts have; on hosts with GPUs name "
+        f"{' '.join(after for _, after in made)}, or see by mode=check machine=8xH100 what a "
+        "launcher on such a host chooses"
     )
 
 
 def row_warnings(config: ExperimentConfig, machine: Machine) -> Iterator[str]:
-    """Yield a warning for each trained role of bfloat16 whose rows are padded on the machine's GPUs,
-    because torch's kernel for sequences of different lengths does not take them."""
+    """Yield a warning for each trained role of bfloat16 whose rows are padded on the machine's
+    GPUs, because torch's kernel for sequences of different lengths does not take them."""
     if not machine.gpus:
         return
     paths = set()
@@ -229,8 +230,8 @@ def row_warnings(config: ExperimentConfig, machine: Machine) -> Iterator[str]:
             capability, needed = map(_write_capability, (machine.capability, BFLOAT16_CAPABILITY))
             yield (
                 f"{role}.dtype=bfloat16: a GPU {machine.place} has compute capability {capability} "
-                f"and emulates bfloat16, which GPUs multiply from {needed} on; rows are padded, and "
-                f"{role}.dtype=float32 is as fast"
+                f"and emulates bfloat16, which GPUs multiply from {needed} on; rows are padded, "
+                f"and {role}.dtype=float32 is as fast"
             )
         # Sections of roles that the experiment does not have refer to the actor.
         if model.path in ("actor", *paths):
@@ -239,8 +240,8 @@ def row_warnings(config: ExperimentConfig, machine: Machine) -> Iterator[str]:
         size = head_size(model.path)
         if size is not None and (size > VARLEN_HEAD_SIZE or size % VARLEN_HEAD_STEP):
             yield (
-                f"{role}.path={model.path}: its attention heads have size {size}, and torch's kernel "
-                f"for rows without padding takes multiples of {VARLEN_HEAD_STEP} up to "
+                f"{role}.path={model.path}: its attention heads have size {size}, and torch's "
+                f"kernel for rows without padding takes multiples of {VARLEN_HEAD_STEP} up to "
                 f"{VARLEN_HEAD_SIZE}; rows are padded"
             )
 
@@ -258,8 +259,9 @@ def machine_problems(config: ExperimentConfig, machine: Machine) -> Iterator[str
     if machine.gpus and dtype == "bfloat16" and not machine.multiplies_bfloat16:
         capability, needed = map(_write_capability, (machine.capability, BFLOAT16_CAPABILITY))
         yield (
-            f"actor.dtype={dtype}: a GPU {machine.place} has compute capability {capability}, and vLLM "
-            f"computes in bfloat16 from {needed}; use actor.dtype=float32 or engine.name=embedded"
+            f"actor.dtype={dtype}: a GPU {machine.place} has compute capability {capability}, and "
+            f"vLLM computes in bfloat16 from {needed}; use actor.dtype=float32 or "
+            "engine.name=embedded"
         )
     if not machine.gpus and engine.vllm_runner == "v2":
         yield (
@@ -331,8 +333,9 @@ def version_warnings(config: ExperimentConfig, machine: Machine) -> Iterator[str
         )
     if installed.release is None:
         yield (
-            f"{option}: vLLM {installed.version} is not a release, so its sources were not compared; "
-            f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))} were (`make vllm-cuda`)"
+            f"{option}: vLLM {installed.version} is not a release, so its sources were not "
+            f"compared; {'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))} were "
+            "(`make vllm-cuda`)"
         )
     if machine.gpus and installed.torch and not installed.torch.startswith(f"{OWN_TORCH}."):
         yield (

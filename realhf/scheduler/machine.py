@@ -11,7 +11,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
@@ -29,6 +29,9 @@ _MOST = 64
 """Largest number of GPUs of a machine that is planned for by the name of their model."""
 _TIMEOUT_S = 20.0
 """Seconds that ``nvidia-smi`` may take."""
+_MIB = 2**20
+_RESERVED = 640 * _MIB
+"""Memory of a GPU that its driver keeps, about."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,12 @@ class Gpu:
         ]
         facts = ", ".join(fact for fact in known if fact)
         return f"{self.name or 'unknown GPU'}{f' ({facts})' if facts else ''}"
+
+    def without_processes(self) -> Gpu:
+        """Return the GPU with all memory free but what its driver keeps."""
+        if self.total_bytes is None:
+            return self
+        return replace(self, free_bytes=max(0, self.total_bytes - _RESERVED))
 
 
 @dataclass(frozen=True)
@@ -89,14 +98,13 @@ class Machine:
         known = ((number, gpu.free_bytes) for number, gpu in enumerate(self.gpus))
         return {number: free for number, free in known if free is not None}
 
+    def without_processes(self) -> Machine:
+        """Return the machine as it is when no process uses its GPUs."""
+        return replace(self, gpus=tuple(gpu.without_processes() for gpu in self.gpus))
+
 
 NO_GPUS = Machine()
 """A machine without a GPU."""
-
-
-_MIB = 2**20
-_RESERVED = 640 * _MIB
-"""Memory of a GPU that its driver keeps, about."""
 
 
 def _gpu(name: str, mib: int, capability: tuple[int, int]) -> Gpu:

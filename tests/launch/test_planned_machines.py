@@ -491,6 +491,57 @@ def test_a_trace_is_made_of_what_does_not_fit(check: Check, engine: str) -> None
     assert [line[: len(said)] for line in find_warnings(built)] == [said]
 
 
+def warned(machine: Machine, *options: str) -> list[str]:
+    """What a launch of options, or a check, warns of on a machine."""
+    words = [word for text in options for word in shlex.split(text)]
+    return list(find_warnings(build_experiment(compose_config(words, machine=machine))))
+
+
+@pytest.mark.slow
+def test_a_run_goes_by_the_memory_that_no_process_uses(check: Check) -> None:
+    """After a crash, the old processes hold theirs for a while."""
+    assert check("1xH100", SYNC).code == 0  # in the folder of models
+    whole = KNOWN_GPUS["H100"]
+    busy = Machine((replace(whole, free_bytes=8 << 30),))
+    embedded = f"{SYNC} engine.name=embedded mb_spec.max_tokens_per_mb=16384"
+    for options, said in (
+        (embedded, "GPU 0 has 8.0 GiB free, this run is estimated to take "),
+        ("experiment=grpo env=countdown actor.path=Qwen/Qwen3-0.6B", "GPU 0 has 8.0 GiB free"),
+    ):
+        (line,) = warned(busy, options)
+        assert line.startswith(said) and line.endswith("end them (`nvidia-smi` lists them)")
+        assert warned(Machine((whole,)), options) == []
+        with pytest.raises(ConfigError):
+            warned(busy, options, "mode=check")
+    large = "experiment=grpo env=countdown actor.path=Qwen/Qwen3-8B engine.name=embedded"
+    for machine in (busy, Machine((whole,))):
+        with pytest.raises(ConfigError, match=r"GPU 0 has 79\.0 GiB free"):
+            warned(machine, large)
+    unknown = Machine((replace(whole, free_bytes=None, total_bytes=None),))
+    assert warned(unknown, large) == []
+
+
+@pytest.mark.slow
+def test_a_model_that_was_not_counted_is_warned_of(
+    check: Check, folder: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "other"
+    model.mkdir()
+    for file in (folder / "models" / "smollm2_135m").iterdir():
+        (model / file.name).symlink_to(file)
+    (model / "config.json").unlink()
+    for kind, code in (("llama", 2), ("mistral", 0)):
+        (model / "config.json").write_text(json.dumps(QWEN3_8B | {"model_type": kind}))
+        for engine in ("vllm", "embedded"):
+            options = f"experiment=grpo env=countdown actor.path={model} engine.name={engine}"
+            plan = check("1xH100", options)
+            assert plan.code == code, plan.said
+            (line,) = (line for line in plan.said if not line.startswith("note: "))
+            said = "GPU 0 has 79.0 GiB free" if engine == "embedded" else "vLLM does not fit"
+            assert line.startswith(f"{'config error' if code else 'warning'}: {said}")
+    assert plan.memory["model_worker/0", "actor", "GPU 0"]["moments"] > 50
+
+
 @pytest.mark.slow
 def test_a_launcher_without_a_gpu_says_what_it_chose_for_hosts_that_may_have_some(
     check: Check,
