@@ -123,19 +123,22 @@ def _find_room(
     gpu = machine.gpus[need.device]
     if gpu.total_bytes is None or gpu.free_bytes is None:
         return None
-    trainers = [
-        other.bytes
-        for other in needs
-        if other.device == need.device and not _is_engine(other) and other.bytes
-    ]
+    there = [other for other in needs if other.device == need.device and other.bytes]
+    trainers = [other.bytes for other in there if not _is_engine(other) and other.bytes]
     loaded = _sum(trainers, "weights", "masters")
     first_update = _sum(trainers, "gradients", "moments")
     model = spec.models[need.role]
     weights = need.bytes["weights"] if _is_engine(need) else 0
     share = model.engine.gpu_memory_utilization
     if not _starts_server(model):
-        free = gpu.free_bytes - weights - loaded - first_update
-        return max(0, int(free * (SHARED_FRACTION if trainers else DEDICATED_FRACTION)))
+        if model.engine.kv_cache_gib is not None:
+            return None
+        engines = [other.bytes for other in there if other.bytes and other.bytes.get(KEY_VALUES)]
+        sampling = [other.bytes for other in there if _is_engine(other) and other.bytes]
+        free = gpu.free_bytes - _sum(sampling, "weights") - loaded - first_update
+        left = 1 - (SHARED_FRACTION if trainers else DEDICATED_FRACTION)
+        # Each engine takes its fraction of what those before it have left.
+        return max(0, int(free * (1 - left ** len(engines)) / len(engines)))
     if share is not None or not trainers:
         room = int(gpu.total_bytes * (share or SERVER_SHARE)) - weights - SERVER_BYTES
     else:

@@ -594,6 +594,31 @@ def test_an_engine_is_planned_with_what_it_gets(check: Check) -> None:
 
 
 @pytest.mark.slow
+def test_embedded_engines_share_what_is_free_on_their_gpu(check: Check) -> None:
+    """Each measures what is free when it needs it, so that they never have more than all of it."""
+    given = (ASYNC, "engine.name=embedded rollout.max_total_tokens=8192")
+    given += ("actor.gradient_checkpointing=true",)
+    (alone,) = (
+        parts["keys, values"]
+        for (process, _, _), parts in check("2xH100", *given).memory.items()
+        if process.startswith("generation/")
+    )
+    for count in (2, 3):
+        plan = check("2xH100", *given, f"async_rl.n_generation_workers={count}")
+        assert plan.code == 0 and plan.warnings == []
+        each = {
+            parts["keys, values"]
+            for (process, _, _), parts in plan.memory.items()
+            if process.startswith("generation/")
+        }
+        (size,) = each
+        assert alone < count * size < 79.02 - count * 1.11
+        assert plan.devices["GPU 1"][0] < 79.02
+    fixed = check("2xH100", *given, "async_rl.n_generation_workers=2 engine.kv_cache_gib=60")
+    assert fixed.code == 2, "it is not lowered to what is free"
+
+
+@pytest.mark.slow
 def test_a_machine_is_planned_from_what_its_driver_printed(check: Check, tmp_path: Path) -> None:
     there = tmp_path / "there.csv"
     there.write_text(
@@ -605,7 +630,7 @@ def test_a_machine_is_planned_from_what_its_driver_printed(check: Check, tmp_pat
         "1 x NVIDIA A100-SXM4-80GB (80.0 GiB, capability 8.0), 1 x NVIDIA L4 (22.5 GiB"
     )
     assert plan.gpus == {"model_worker/0": [0], "generation/0": [1]}
-    assert [free for _, free in plan.devices.values()] == [40.0, 21.97]
+    assert [plan.devices[f"GPU {number}"][1] for number in range(2)] == [40.0, 21.97]
     there.write_text("NVIDIA-SMI has failed\n")
     (line,) = check(str(there), ASYNC).said
     assert line.endswith(f"the file holds something else than what `{' '.join(QUERY)}` prints")
