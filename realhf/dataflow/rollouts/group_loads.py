@@ -40,6 +40,10 @@ JOIN_S = 60.0
 """Seconds that a group gets in addition to the time for its bytes: to be joined, and to pause."""
 SLOWEST_BYTES_PER_S = 1e9
 """Bytes per second below which a broadcast counts as stuck."""
+PLACE_S = 1.0
+"""Seconds that a round waits for workers which have not said yet how many ranks they need."""
+_POLL_S = 0.01
+"""Seconds between two looks whether they have."""
 
 
 class GroupError(RpcError):
@@ -72,8 +76,8 @@ class _Load:
 
 
 class GroupLoads:
-    """The master's side of broadcasts. ``timeout_s`` bounds each call besides the time that it gives
-    to the broadcast."""
+    """The master's side of broadcasts. ``timeout_s`` bounds each call, in addition to the time
+    that the broadcast itself gets."""
 
     def __init__(self, caller: RpcMaster, trainer: str, *, timeout_s: float) -> None:
         self._caller = caller
@@ -96,8 +100,8 @@ class GroupLoads:
         self._lives[worker] += 1
 
     async def load(self, worker: str, manifest: WeightsManifest) -> UpdateWeightsAnswer:
-        """Have a worker load a version by a broadcast. Raises GroupError, and RpcError if the worker
-        has died or does not answer."""
+        """Have a worker load a version by a broadcast. Raises GroupError, and RpcError if the
+        worker has died or does not answer."""
         self._placing += 1
         try:
             await self._find_place(worker)
@@ -110,10 +114,13 @@ class GroupLoads:
         return await done
 
     async def close(self) -> None:
-        """Cancel all loads."""
+        """Cancel all loads, and the calls of the current round."""
         if self._rounds is not None:
             self._rounds.cancel()
             await asyncio.gather(self._rounds, return_exceptions=True)
+        for load in self._waiting:
+            load.done.cancel()
+        self._waiting = []
 
     async def _find_place(self, worker: str) -> None:
         """Learn how many ranks a worker needs. Raises NoGroup."""
@@ -127,10 +134,7 @@ class GroupLoads:
 
     async def _run_rounds(self) -> None:
         while self._waiting:
-            await asyncio.sleep(0)
-            if self._placing:
-                await asyncio.sleep(0.01)
-                continue
+            await self._wait_for_places()
             first = self._waiting[0].manifest
             loads = [load for load in self._waiting if load.manifest is first]
             self._waiting = [load for load in self._waiting if load.manifest is not first]
@@ -140,17 +144,34 @@ class GroupLoads:
             try:
                 if present:
                     await self._run_round(sorted(present, key=lambda load: load.worker))
+            except Exception as error:
+                # An error here must not keep the other versions waiting for ever.
+                _log.exception("a broadcast of weights failed")
+                await self._stop(present[0].worker)
+                _fail(loads, GroupError(f"a broadcast failed: {type(error).__name__}: {error}"))
             finally:
                 for load in loads:
                     if not load.done.done():
                         load.done.set_exception(GroupError(f"{load.worker} has left the group"))
 
+    async def _wait_for_places(self) -> None:
+        """Let all loads of a version begin, but do not wait long for a worker that does not
+        answer: it is a group by itself later."""
+        await asyncio.sleep(0)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + PLACE_S
+        while self._placing and loop.time() < until:
+            await asyncio.sleep(_POLL_S)
+
     async def _run_round(self, loads: list[_Load]) -> None:
         """Send one version to the workers of ``loads``."""
         manifest = loads[0].manifest
         limit_s = compute_broadcast_timeout_s(manifest.nbytes)
-        world_size = 1 + sum(self._ranks[load.worker] for load in loads)
-        members = [f"{load.worker}.{self._lives[load.worker]}" for load in loads]
+        # A worker may be forgotten while the trainer answers.
+        ranks = [self._ranks[load.worker] for load in loads]
+        lives = [self._lives[load.worker] for load in loads]
+        world_size = 1 + sum(ranks)
+        members = [f"{load.worker}.{life}" for load, life in zip(loads, lives, strict=True)]
         request = StartBroadcastRequest(
             manifest.version, manifest.trial, members, world_size, limit_s
         )
@@ -165,13 +186,31 @@ class GroupLoads:
             text = f"the trainer has begun to change version {manifest.version}"
             _fail(loads, NotOffered(text))
             return
+        gone = [
+            load.worker
+            for load, life in zip(loads, lives, strict=True)
+            if self._lives[load.worker] != life
+        ]
+        if gone:
+            # The others would wait for a rank that never comes, and could not be called back.
+            await self._stop(gone[0])
+            _fail(loads, GroupError(f"{gone[0]} left before the group was formed"))
+            return
         self.groups_formed += bool(start.unique_id)
         calls: dict[asyncio.Task[UpdateWeightsAnswer], _Load] = {}
         rank = 1
-        for load in loads:
+        for load, size in zip(loads, ranks, strict=True):
             seat = GroupSeat(start.unique_id, rank, world_size, start.pack_bytes, limit_s)
-            rank += self._ranks[load.worker]
+            rank += size
             calls[asyncio.create_task(self._update(load, seat, 2 * limit_s))] = load
+        try:
+            await self._settle_calls(calls)
+        finally:
+            for call in calls:
+                call.cancel()
+
+    async def _settle_calls(self, calls: dict[asyncio.Task[UpdateWeightsAnswer], _Load]) -> None:
+        """Give each worker's answer to whoever waits for it. End the group at the first error."""
         stopped = False
         pending = set(calls)
         while pending:

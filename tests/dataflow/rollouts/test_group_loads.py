@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,6 +36,9 @@ class Caller:
         self.stops = 0
         self.errors: dict[str, Exception] = {}
         self.waits: set[str] = set()
+        self.silent: set[str] = set()
+        self.ended: list[str] = []
+        self.on_start: Callable[[], None] = lambda: None
 
     def call(
         self, worker: str, handler: str, payload: Any = None, *, timeout_s: float, **more: Any
@@ -42,10 +47,14 @@ class Caller:
 
     async def _answer(self, worker: str, handler: str, payload: Any, timeout_s: float) -> Any:
         if handler == "group_place":
+            while worker in self.silent:
+                await asyncio.sleep(0.001)
             ranks = self.ranks[worker]
             return to_payload(GroupPlaceAnswer(ranks, "" if ranks else "is small"))
         if handler == "start_broadcast":
             self.starts.append(payload)
+            await asyncio.sleep(0)
+            self.on_start()
             return to_payload(StartBroadcastAnswer(self.offered, b"id", 77))
         if handler == "stop_broadcast":
             self.stops += 1
@@ -55,8 +64,12 @@ class Caller:
         self.seats[worker] = payload["seat"]
         self.limits[worker] = timeout_s
         await asyncio.sleep(0)
-        while worker in self.waits:
-            await asyncio.sleep(0.001)
+        try:
+            while worker in self.waits:
+                await asyncio.sleep(0.001)
+        except asyncio.CancelledError:
+            self.ended.append(worker)
+            raise
         if worker in self.errors:
             raise self.errors[worker]
         return DONE
@@ -136,3 +149,62 @@ async def test_the_trainer_ends_a_group_of_which_one_fails(error: Exception, kep
     groups.forget("generation/1")
     await load(groups, "generation/0", "generation/1")
     assert caller.starts[-1]["members"] == ["generation/0.0", "generation/1.1"], "a successor"
+
+
+async def test_one_that_leaves_while_the_trainer_starts_costs_the_others_nothing() -> None:
+    """Nobody gets a seat beside a rank that never comes: its server could not be called back."""
+    caller = Caller({f"generation/{index}": 1 for index in range(3)})
+    groups = GroupLoads(caller, "model_worker/0", timeout_s=10.0)  # type: ignore[arg-type]
+    caller.on_start = lambda: groups.forget("generation/1")
+    answers = await load(groups, *caller.ranks)
+    assert [type(answer) for answer in answers] == [GroupError] * 3
+    assert str(answers[0]) == "generation/1 left before the group was formed"
+    assert caller.stops == 1 and not caller.seats and groups.groups_formed == 0
+    caller.on_start = lambda: None
+    answers = await load(groups, "generation/0", "generation/2")
+    assert all(isinstance(answer, UpdateWeightsAnswer) for answer in answers)
+    assert caller.starts[-1]["members"] == ["generation/0.0", "generation/2.0"]
+
+
+async def test_an_error_of_ours_ends_one_round_only(caplog: pytest.LogCaptureFixture) -> None:
+    caller = Caller({"generation/0": 1, "generation/1": 1})
+    groups = GroupLoads(caller, "model_worker/0", timeout_s=10.0)  # type: ignore[arg-type]
+    broken = WeightsManifest(4, "nccl", "", None, "")  # type: ignore[arg-type]
+    (failed,), (answer,) = await asyncio.gather(
+        load(groups, "generation/0", manifest=broken), load(groups, "generation/1")
+    )
+    assert isinstance(failed, GroupError) and "TypeError" in str(failed)
+    assert isinstance(answer, UpdateWeightsAnswer) and caller.stops == 1
+    assert "a broadcast of weights failed" in caplog.text
+
+
+async def test_one_that_does_not_say_its_place_delays_the_others_by_a_second_at_most() -> None:
+    caller = Caller({"generation/0": 1, "generation/1": 1})
+    caller.silent.add("generation/1")
+    groups = GroupLoads(caller, "model_worker/0", timeout_s=10.0)  # type: ignore[arg-type]
+    late = asyncio.create_task(load(groups, "generation/1"))
+    began = time.monotonic()
+    (answer,) = await load(groups, "generation/0")
+    assert isinstance(answer, UpdateWeightsAnswer) and not late.done()
+    assert time.monotonic() - began > 0.9, "it is waited for a little"
+    caller.silent.clear()
+    (answer,) = await late
+    assert isinstance(answer, UpdateWeightsAnswer)
+    assert [start["members"] for start in caller.starts] == [["generation/0.0"], ["generation/1.0"]]
+
+
+async def test_an_end_leaves_no_call_running() -> None:
+    caller = Caller({"generation/0": 1})
+    caller.waits.add("generation/0")
+    groups = GroupLoads(caller, "model_worker/0", timeout_s=10.0)  # type: ignore[arg-type]
+    other = WeightsManifest(4, "nccl", "", 0, "")
+    loads = asyncio.gather(
+        load(groups, "generation/0"), load(groups, "generation/0", manifest=other)
+    )
+    while not caller.seats:
+        await asyncio.sleep(0.001)
+    await groups.close()
+    (first,), (second,) = await loads
+    assert isinstance(first, GroupError) and isinstance(second, asyncio.CancelledError)
+    await asyncio.sleep(0)
+    assert caller.ended == ["generation/0"]
