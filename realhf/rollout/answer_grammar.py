@@ -108,6 +108,7 @@ class AnswerGrammars:
         if check is None:
             check = asyncio.create_task(asyncio.to_thread(_find_problem, grammar))
             self._checks[grammar] = check
+            check.add_done_callback(lambda ended: self._forget_failed(grammar, ended))
             if len(self._checks) > _CACHED:
                 self._checks.popitem(last=False)
         self._checks.move_to_end(grammar)
@@ -119,6 +120,13 @@ class AnswerGrammars:
                 f"a schema of the request cannot be turned into a token mask "
                 f"(rollout.agent_structured=constrain): {problem}",
             )
+
+    def _forget_failed(self, grammar: str, check: asyncio.Task[str]) -> None:
+        """Forget a check that raised: that says nothing about the grammar, so the next request has
+        it checked again."""
+        failed = check.cancelled() or check.exception() is not None
+        if failed and self._checks.get(grammar) is check:
+            del self._checks[grammar]
 
     def _write_reasoning(self, prompt: Sequence[int]) -> tuple[str, list[str]]:
         """Return the symbols of the reasoning at the beginning of a turn, and their rules."""

@@ -361,6 +361,22 @@ async def test_the_event_loop_goes_on_while_a_grammar_is_checked_once(
     assert len(gate.calls) == 4 and gate.calls[-1] == good, "forgotten, so checked again"
 
 
+async def test_a_check_that_raises_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = answer_grammar._find_problem
+    grammars = AnswerGrammars(chat())
+    grammar = grammars.build(AnswerRules(json=json_rule({"type": "null"})), (), [])
+
+    def fail(grammar: str) -> str:
+        raise MemoryError("no room for the automaton")
+
+    monkeypatch.setattr(answer_grammar, "_find_problem", fail)
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="no room"):
+            await grammars.check(grammar)
+    monkeypatch.setattr(answer_grammar, "_find_problem", check)
+    await grammars.check(grammar)
+
+
 async def test_a_session_that_ends_while_a_grammar_is_checked_drops_the_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
