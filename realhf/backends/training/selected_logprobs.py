@@ -34,6 +34,10 @@ def chunk_rows(vocabulary: int, gpu_bytes: int = 0) -> int:
 
 _ALL_COLUMNS = slice(None)
 """The whole vocabulary."""
+_ALIGNED_COLUMNS = 64
+"""Where the columns of the logits are computed in parts, each part but the last is a multiple of
+this number: with an odd width, the rows of the bf16 gradient are not aligned, which makes products
+on tensor cores slower."""
 
 
 class _Products:
@@ -371,7 +375,9 @@ def _differentiate_by_columns(
     grad_low = None if low is None else torch.zeros_like(low)
     grad_up = None if up is None else torch.zeros_like(up)
     grad_bias = torch.zeros_like(bias) if needs_bias else None
-    width = max(1, ctx.chunk * len(weight) // max(1, len(ids)))
+    width = ctx.chunk * len(weight) // max(1, len(ids))
+    if width < len(weight):
+        width = max(_ALIGNED_COLUMNS, width - width % _ALIGNED_COLUMNS)
     for start in range(0, len(weight) if len(ids) else 0, width):
         columns = slice(start, start + width)
         logits = products.logits(hidden, bias, columns)

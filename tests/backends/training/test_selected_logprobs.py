@@ -120,9 +120,12 @@ def test_chunks_are_bounded_by_bytes() -> None:
 
 
 class Counted:
-    """How often each product with fp32 sums was made."""
+    """The products with fp32 sums that were made."""
 
-    mm = addmm = 0
+    def __init__(self) -> None:
+        self.mm = 0
+        self.columns: list[int] = []
+        """Columns of the logits in each product that was added to a sum."""
 
 
 @pytest.fixture
@@ -138,7 +141,7 @@ def gpu_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
 
     def addmm(total: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
         assert total.data_ptr() == out.data_ptr() and dtype == out.dtype
-        count.addmm += 1
+        count.columns.append(a.shape[1])
         return out.copy_(total + a.float() @ b.float())
 
     library.impl("mm.dtype", mm, "CPU")
@@ -164,13 +167,25 @@ def test_bf16_products_give_the_logits_of_fp32_and_gradients_of_the_type_of_the_
         torch.testing.assert_close(entropy.double(), of_plain, atol=2e-5, rtol=1e-5)
         total = total + (of_plain * slope.flip(0)).sum()
     ((found * slope).sum() + (entropy * slope.flip(0)).sum()).backward()
-    assert (gpu_products.mm, gpu_products.addmm) == (4 + 4, 4), "logits twice"
+    assert gpu_products.columns == [64, 64, 3], "aligned, 41 would fill the chunk"
+    assert gpu_products.mm == 4 + 3, "logits twice, by rows and by columns"
     for grad, wanted in zip(
         (hidden.grad, weight.grad), torch.autograd.grad(total, (hidden, weight)), strict=True
     ):
         assert grad is not None and grad.dtype == torch.bfloat16
         off = (grad.double() - wanted.double()).norm() / wanted.double().norm()
         assert off < 4e-3, "as much as bf16 rounds"
+
+
+@pytest.mark.parametrize(
+    ("chunk", "columns"), [(198, [128, 3]), (100, [64, 64, 3]), (1, [64, 64, 3]), (200, [131])]
+)
+def test_the_columns_of_a_product_are_aligned(
+    gpu_products: Counted, chunk: int, columns: list[int]
+) -> None:
+    hidden, weight, ids = drawn(200, torch.bfloat16)
+    selected_logprobs(hidden, weight, ids, 1.0, chunk)[0].sum().backward()
+    assert gpu_products.columns == columns
 
 
 def test_bf16_products_of_a_head_that_does_more(gpu_products: Counted) -> None:
@@ -187,7 +202,7 @@ def test_bf16_products_of_a_head_that_does_more(gpu_products: Counted) -> None:
         total = logprobs.sum() + 0.1 * entropy.sum()
         grads = torch.autograd.grad(total, (own, weight, bias, low, up))
         found.append((logprobs, entropy, *grads))
-    assert (gpu_products.mm, gpu_products.addmm) == (3 + 3, 3)
+    assert (gpu_products.mm, gpu_products.columns) == (3 + 3, [64, 64, 3])
     bounds = (1e-5, 1e-5, 6e-3, 6e-3, 6e-3, 1e-5, 1e-5)
     for grad, wanted, bound in zip(*found, bounds, strict=True):
         assert (grad.float() - wanted.float()).norm() <= bound * wanted.float().norm()
