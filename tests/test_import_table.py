@@ -59,7 +59,8 @@ ROOMS: dict[str, str] = {
     "env/server/spec": "api base env/containment env/loader env/server registry web",
     "environments/files": "api base env/loader",
     "rollout": "api base env/loader registry transport web",
-    "launch": "api backends/pretended backends/training base dataflow env/loader monitor registry scheduler transport",
+    "launch": "api backends/pretended backends/training base dataflow env/loader monitor registry "
+    "scheduler transport",
     "env": "api base env/check env/loader registry",
     "env/adapters": "api base env env/containment env/loader web",
     "aws": "api aws/cli aws/simulator aws/tasks backends/embedded backends/training base env "

@@ -7,10 +7,10 @@ endpoint.
 
 The step loop: train step, publish, report, checkpoint, evaluate.
   produces: a new policy version, metrics and checkpoints;
-  waits for: the samples of the step and its calls, the loads of the previous version, and before a checkpoint that
-    coincides with the next evaluation for the evaluation that is still running;
-  unblocked by: the workers; a stop request ends all of these waits, except that a step whose training has begun is
-    finished.
+  waits for: the samples of the step and its calls, the loads of the previous version, and before a
+    checkpoint that coincides with the next evaluation for the evaluation that is still running;
+  unblocked by: the workers; a stop request ends all of these waits, except that a step whose
+    training has begun is finished.
 """
 
 from __future__ import annotations

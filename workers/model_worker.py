@@ -429,7 +429,8 @@ def main() -> int:
 
     def work(plan: RunPlan, args: argparse.Namespace) -> None:
         raise_descriptor_limit()
-        block_exit_in_threads()  # a sys.exit in an episode's thread must be an error, not the end of the process
+        # A sys.exit in an episode's thread must be an error, not the end of the process.
+        block_exit_in_threads()
         ModelWorker(plan, args.index, args.run_id, args.master, worker_network(plan, args)).run()
 
     return run_planned(str(__doc__), work)

@@ -1,5 +1,5 @@
-"""The first hour on a GPU: is this machine able to train, and does everything come out right? In ten
-minutes.
+"""The first hour on a GPU: is this machine able to train, and does everything come out right? In
+ten minutes.
 
     python -m benchmarks.gpu_hour [--gpu-device cuda] [--only PART ...] [--output out/gpu_hour.json]
     python -m benchmarks.gpu_hour --gpu-device=cpu     # a rehearsal with small shapes

@@ -44,7 +44,8 @@ _CACHE_BYTES = 2 << 30
 _START_S = 240.0
 _REQUEST_S = 240.0
 _TOLERANCE = 2.5
-"""The server's distance from exact arithmetic may be so many times that of the trainer in bf16 ..."""
+"""The server's distance from exact arithmetic may be this many times that of the trainer in
+bf16 ..."""
 _SLACK = 0.002
 """... and this more."""
 _CERTAIN = -0.2

@@ -918,8 +918,8 @@ class NetworkConfig:
             )
         if self.advertise == WILDCARD:
             yield (
-                f"{name}.advertise={WILDCARD}: no process can connect there; give an address of the "
-                f"master's host"
+                f"{name}.advertise={WILDCARD}: no process can connect there; give an address of "
+                f"the master's host"
             )
         for option_name, text in (("bind", self.bind), ("advertise", self.advertise)):
             if is_invalid_address(text):

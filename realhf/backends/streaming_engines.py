@@ -48,8 +48,8 @@ def make_streaming_generator(
     stop_ids: Sequence[int] = (),
 ) -> Iterator[StreamingGenerator]:
     """Context manager that yields a generation engine, which has no weights until the first
-    ``load_weights``. If the engine needs a server, the server is started and stopped with it. What a
-    server says about itself is written next to ``log``, with the suffix .json.
+    ``load_weights``. If the engine needs a server, the server is started and stopped with it. What
+    a server says about itself is written next to ``log``, with the suffix .json.
 
     Args:
         model: Model that the engine runs.

@@ -39,8 +39,8 @@ def describe_no_room(
     role: str, *, total: int, free: int, trainer: int, room: int, needed: int
 ) -> str:
     """Return the error message about a server whose weights do not fit beside a trainer. All are
-    bytes of the GPU: ``trainer`` what the trainer of ``role`` takes, ``room`` what that leaves to the
-    server, ``needed`` the server's weights."""
+    bytes of the GPU: ``trainer`` what the trainer of ``role`` takes, ``room`` what that leaves to
+    the server, ``needed`` the server's weights."""
     gib = [f"{nbytes / _GIB:.3g}" for nbytes in (total, free, trainer, max(room, 0), needed)]
     return (
         f"vLLM does not fit next to the trainer of {role} on a GPU of {gib[0]} GiB with {gib[1]} "

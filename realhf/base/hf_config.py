@@ -54,8 +54,6 @@ class ModelSize:
     """Width of all queries of a block."""
     keys: int
     """Width of all keys of a block."""
-    heads: int
-    """Number of queries of a block."""
     norms_queries: bool
     """Whether queries and keys are normalised."""
     vocabulary: int
@@ -173,7 +171,7 @@ def training_memory(
     counted, in vectors of each width; other decoders are taken to be like them. In bf16, rows are
     packed without padding, and keys and values of prompts that rows share are copied.
     """
-    (kept, last, block) = _count_vectors(size, dtype, lora_rank)
+    kept, last, block = _count_vectors(size, dtype, lora_rank)
     layers = size.layers * (size.hidden if checkpointing else kept)
     scale = _BYTES[dtype] * tokens
     in_block = scale * (layers + (block if checkpointing else last))
@@ -194,7 +192,10 @@ def _count_vectors(size: ModelSize, dtype: str, lora_rank: int) -> tuple[int, in
     """Return, in elements for each token: what a block keeps for its backward pass, what the
     backward pass of the last block needs besides what all blocks keep, and what that of a
     recomputed block needs."""
-    (hidden, inner, queries, keys) = (size.hidden, size.inner, size.queries, size.keys)
+    hidden = size.hidden
+    inner = size.inner
+    queries = size.queries
+    keys = size.keys
     norms = size.norms_queries
     if lora_rank:
         ranks = 2 * lora_rank * len(size.matrices) // max(1, size.layers)
@@ -292,7 +293,6 @@ def estimate_size(config: Mapping[str, Any]) -> ModelSize:
         key_values=sum(per_token for _, _, per_token in blocks),
         queries=max(block[0][0] for block, _, _ in blocks),
         keys=max(block[1][0] for block, _, _ in blocks),
-        heads=max(int(layer.get("num_attention_heads") or layer["n_head"]) for layer in layers),
         norms_queries=kind.startswith(_NORM_QUERIES),
         vocabulary=int(text["vocab_size"]),
         tied=bool(text.get("tie_word_embeddings", True)),
@@ -562,8 +562,8 @@ def _problems(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[st
         if kind.startswith(_STATE_SPACE) or marks:
             description = f"{kind!r} with {marks[0]}" if marks else repr(kind)
             yield (
-                f"it has state-space or linear layers ({description}), whose state is not keys and values "
-                f"for each token"
+                f"it has state-space or linear layers ({description}), whose state is not keys and "
+                f"values for each token"
             )
     if differing := _find_layer_difference(text):
         yield differing

@@ -71,8 +71,8 @@ class EngineWeightDigests:
         self, manifest: WeightsManifest, tensors: Mapping[str, Tensor]
     ) -> dict[str, HeldTensor] | None:
         """Return digests of the tensors that the engine holds after it has loaded ``tensors``; None
-        if it cannot report them. ``tensors`` is empty after a broadcast, which this process does not
-        see; a tensor that the engine converts is then not proven.
+        if it cannot report them. ``tensors`` is empty after a broadcast, which this process does
+        not see; a tensor that the engine converts is then not proven.
 
         A self-test changes only a few tensors. The digests of the others are reused here, and
         ``find_changed`` computes them before the next update.

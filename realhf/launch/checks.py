@@ -116,8 +116,8 @@ def _host_problems(config: ExperimentConfig, machine: Machine) -> Iterator[str]:
         yield (
             f"engine.vllm_executable={engine.vllm_executable}: no such program on this "
             "machine, so engine.name=vllm cannot start a server; install vLLM in an "
-            "environment of its own (`make vllm-cuda`, without a GPU `make test-vllm`) and name its "
-            "program here, or name a running server with engine.vllm_url"
+            "environment of its own (`make vllm-cuda`, without a GPU `make test-vllm`) and name "
+            "its program here, or name a running server with engine.vllm_url"
         )
     for name in config.monitor.trackers:
         if find_spec(name) is None:
@@ -141,8 +141,8 @@ def _machine_problems(config: ExperimentConfig, machine: Machine) -> Iterator[st
 def _sampling_problems(config: ExperimentConfig) -> Iterator[str]:
     for option in config.gen.truncating_options():
         yield (
-            f"gen.{option}: tokens would be sampled from a truncated distribution and trained with the "
-            "log-probabilities of the full one; training needs top_p=1, top_k=0 and "
+            f"gen.{option}: tokens would be sampled from a truncated distribution and trained with "
+            "the log-probabilities of the full one; training needs top_p=1, top_k=0 and "
             "min_new_tokens=0"
         )
 

@@ -159,12 +159,12 @@ def compose_config(
     ):
         values["env.path"] = values.pop("env")
     _check_texts(schema, values, config_dir, own_file, user_file)
-    # Mapping options have no fixed keys, and Hydra accepts new keys only with "++".
-    overrides = [
-        f"{'++' if schema.find_mapping(key) else ''}{key}={_quote_texts(schema.text_kind(key), value)}"
-        for key, value in values.items()
-        if key != "experiment_path"
-    ]
+    overrides = []
+    for key, value in values.items():
+        if key != "experiment_path":
+            # Mapping options have no fixed keys, and Hydra accepts new keys only with "++".
+            prefix = "++" if schema.find_mapping(key) else ""
+            overrides.append(f"{prefix}{key}={_quote_texts(schema.text_kind(key), value)}")
     try:
         config, defaults = _compose_with_defaults(
             overrides, values, config_dir, schema, user_file, environment
@@ -417,7 +417,8 @@ def _check_environment(
     )
     own_environment = f"the environment {fixed}" if fixed else "an environment of its own"
     raise ConfigError(
-        f"{env_argument}: experiment {experiment} has {own_environment}; type experiment={general} {env_argument}"
+        f"{env_argument}: experiment {experiment} has {own_environment}; type "
+        f"experiment={general} {env_argument}"
     )
 
 
@@ -428,9 +429,8 @@ def _check_scheduler(config: ExperimentConfig, chosen_path: str | None, own_file
         chosen_path or ExperimentConfig().scheduler.path
     ):
         raise ConfigError(
-            f"scheduler.path={config.scheduler.path}: set it in {own_file.name} or on the command line; "
-            f"no "
-            "other choice (model=, env=) can make this one"
+            f"scheduler.path={config.scheduler.path}: set it in {own_file.name} or on the command "
+            "line; no other choice (model=, env=) can make this one"
         )
 
 
@@ -618,7 +618,8 @@ def _check_texts(
     def read(raw: str) -> Any:
         if user_file is not None and path == own_file:
             return yaml.safe_load(raw)
-        return OmegaConf.to_container(OmegaConf.create(f"- {raw}"), resolve=False)[0]  # type: ignore[index]
+        values: Any = OmegaConf.to_container(OmegaConf.create(f"- {raw}"), resolve=False)
+        return values[0]
 
     for path, group in _yaml_files(values, config_dir, own_file):
         for name, raw in schema.iterate_unquoted_texts(path, group):

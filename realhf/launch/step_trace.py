@@ -89,8 +89,8 @@ def check_trace(spec: ExperimentSpec, config: ExperimentConfig) -> None:
     for model in spec.models.values():
         if model.path and find_model_folder(model.path) is None:
             raise ConfigError(
-                f"trace=true: {model.role}.path={model.path} has no config.json here; name a folder "
-                f"with it, or fetch it with `hf download {model.path} config.json`"
+                f"trace=true: {model.role}.path={model.path} has no config.json here; name a "
+                f"folder with it, or fetch it with `hf download {model.path} config.json`"
             )
 
 

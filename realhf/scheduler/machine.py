@@ -134,7 +134,8 @@ KNOWN_GPUS: Mapping[str, Gpu] = MappingProxyType(
 
 def plan_machine(text: str) -> Machine:
     """Return the machine that a text describes: ``8xH100``, ``cpu`` for one without GPUs, or a file
-    with what ``nvidia-smi`` printed there (``QUERY``). Raises ValueError that says what is wrong."""
+    with what ``nvidia-smi`` printed there (``QUERY``). Raises ValueError that says what is
+    wrong."""
     if text == "cpu":
         return Machine(plan=text)
     known = f"known are {', '.join(KNOWN_GPUS)}"

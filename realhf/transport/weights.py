@@ -602,8 +602,8 @@ class WeightPublisher:
 
         trial: Step of the self-test, which replaces the last version; only ``changed`` tensors
         differ from it. Raises ValueError if the version is not above the last one (in a trial, or
-        if that was announced: is below it), or if a tensor cannot be sent, and OSError if the medium
-        is full. Nothing is published then.
+        if that was announced: is below it), or if a tensor cannot be sent, and OSError if the
+        medium is full. Nothing is published then.
         """
         announced = self._announced is not None and self._announced.version == self._last
         if version < self._last + (not trial and not announced):

@@ -94,7 +94,8 @@ usual = gc.get_threshold()
 from realhf.base.process import collect_garbage_normally, collect_garbage_rarely
 
 collect_garbage_rarely()
-assert all(rare > often for rare, often in zip(gc.get_threshold(), usual, strict=True)), gc.get_threshold()
+rare = gc.get_threshold()
+assert all(now > before for now, before in zip(rare, usual, strict=True)), rare
 frozen = gc.get_freeze_count()
 collect_garbage_normally()
 assert gc.get_threshold() == usual and gc.get_freeze_count() > frozen + 1000

@@ -22,14 +22,15 @@ from tests.docs.test_commands import launched
 
 PAGE = ROOT / "docs" / "recipes.md"
 QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8,
-    "head_dim": 128, "tie_word_embeddings": True, "max_position_embeddings": 40960,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936,
+    "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
 }  # fmt: skip
 SHAPES = {
-    "Qwen/Qwen3-0.6B": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16} | QWEN3
-    | {"intermediate_size": 3072},
-    "Qwen/Qwen3-4B": {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32} | QWEN3
-    | {"intermediate_size": 9728},
+    "Qwen/Qwen3-0.6B": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16}
+    | QWEN3 | {"intermediate_size": 3072},
+    "Qwen/Qwen3-4B": {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32}
+    | QWEN3 | {"intermediate_size": 9728},
 }  # fmt: skip
 """What the models' ``config.json`` say, as far as memory depends on it."""
 

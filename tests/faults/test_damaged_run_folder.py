@@ -200,7 +200,7 @@ def twice(scene: Scene, outcome: Outcome) -> Iterator[str]:
         if isinstance(record, Consume) and record.step < step
         for id in record.ids
     }
-    # The journal begins at the oldest checkpoint that is kept: what was trained before is forgotten.
+    # The journal begins at the oldest checkpoint kept; what was trained before is forgotten.
     oldest = min(
         int(path.name.split("-")[1]) for path in scene.folder.glob("checkpoints/ckpt-*[0-9]")
     )

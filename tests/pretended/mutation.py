@@ -326,7 +326,8 @@ class Instrumenter(ast.NodeTransformer):
             for keyword in node.keywords:
                 if keyword.arg == "device":
                     given = self._named(text, self._wrap("device", DEVICE, node, keyword.value))
-                    keyword.arg, keyword.value = None, given
+                    keyword.arg = None
+                    keyword.value = given
         return node
 
     def visit_BinOp(self, node: ast.BinOp) -> Any:

@@ -1,4 +1,4 @@
-"""What this project takes for granted about vLLM, each with the code here that breaks without it."""
+"""What this project takes for granted about vLLM, each fact with the code that needs it."""
 
 from __future__ import annotations
 

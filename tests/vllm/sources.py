@@ -1,5 +1,5 @@
-"""The Python sources of a vLLM, installed or in a wheel, as text and syntax trees. Nothing of them is
-imported."""
+"""The Python sources of a vLLM, installed or in a wheel, as text and syntax trees. Nothing of them
+is imported."""
 
 from __future__ import annotations
 

@@ -52,8 +52,9 @@ class Fleet:
         self.roster: dict[str, WorkerInfo] = {}
         self.unlisted: set[str] = set()
         self.trainer = ModelWorker.__new__(ModelWorker)
-        self.trainer._host = Host(TorchEngine(model, None))  # pyright: ignore[reportAttributeAccessIssue]
-        self.trainer._trial, self.trainer._tracer = WeightTrial(), Tracer()  # pyright: ignore
+        self.trainer._host = Host(TorchEngine(model, None))  # pyright: ignore
+        self.trainer._trial = WeightTrial()
+        self.trainer._tracer = Tracer()  # pyright: ignore
         spec = SimpleNamespace(models={"actor": ModelSpec("actor", "a folder")})
         self.trainer._plan = SimpleNamespace(spec=spec)  # pyright: ignore
         self.trainer._publisher = WeightPublisher("run", "model_worker/0", folder)

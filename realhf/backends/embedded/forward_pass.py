@@ -202,7 +202,10 @@ def build_fast_decoder(model: Any, cache: RowCache) -> FastDecoder | None:
         allowed = _tolerance(model)
         if difference <= allowed:
             return decoder
-        reason = f"its logits differ by {difference:.2g} from the module's, which is more than {allowed:.2g}"
+        reason = (
+            f"its logits differ by {difference:.2g} from the module's, which is more than "
+            f"{allowed:.2g}"
+        )
     _log.warning(
         "%s generates through transformers, which is slower on a CPU: %s",
         type(model).__name__,

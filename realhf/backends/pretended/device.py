@@ -267,7 +267,8 @@ class PretendedDevice:
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation with tensors of this device, or which creates one.
 
-        Raises DevicesMixed, DtypesMixed, WideProduct or TooManySyncs naming the line of the product.
+        Raises DevicesMixed, DtypesMixed, WideProduct or TooManySyncs naming the line of the
+        product.
         """
         schema = _schema_of(func)
         if schema.is_composite:

@@ -74,7 +74,8 @@ def pretend_gpu(device: PretendedDevice | None = None) -> Iterator[PretendedDevi
     """
     device = PretendedDevice() if device is None else device
     if torch.cuda.is_available():
-        torch.cuda.init()  # torch remembers that the replaced function was called, and never asks again
+        # Torch remembers that the replaced function was called, and never asks again.
+        torch.cuda.init()
     lifts = torch._C._only_lift_cpu_tensors()
     with contextlib.ExitStack() as stack:
         # What these find out about this device is not true of a real one of the same name.

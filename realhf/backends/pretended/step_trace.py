@@ -147,7 +147,8 @@ class _Worker:
         self._modules: dict[str, Any] = {}
         for role, spec in sorted(specs.items(), key=lambda item: bool(item[1].base_of)):
             trained = self._models.get(spec.base_of)
-            engine: Any = self._build(spec) if trained is None else trained.engine.base()  # type: ignore[attr-defined]
+            engine: Any = self._build(spec) if trained is None else trained.engine
+            engine = engine if trained is None else engine.base()
             self._models[role] = Model(role, engine, None)
             self._modules[role] = self._modules.get(spec.base_of) or engine.model
         self._step = _FIRST_STEP

@@ -109,7 +109,7 @@ def count_operations(model: Any) -> tuple[float, float]:
         for parameter in model.parameters()
         if parameter.ndim >= 2 and not (parameter is embedding and is_looked_up)
     )
-    # Layers of some models differ in these (Gemma 4); transformers has a configuration of each then.
+    # Layers of some models differ in these (Gemma 4). Transformers then has one for each layer.
     layers = getattr(text, "per_layer_config", None) or [text] * getattr(
         text, "num_hidden_layers", 0
     )

@@ -127,20 +127,21 @@ class TorchEngine:
     Dropout is disabled, because log-probabilities must be those of the policy that sampled.
 
     Args:
-        model: A transformers causal language model, or a decoder with a ``value_head`` (a linear layer with
-            one output, and ``get_decoder``, ``device`` and ``config`` as in transformers), which does not
-            generate.
+        model: A transformers causal language model, or a decoder with a ``value_head`` (a linear
+            layer with one output, and ``get_decoder``, ``device`` and ``config`` as in
+            transformers), which does not generate.
         tokenizer: Its tokenizer, for export.
         optimizer: AdamW options; None for frozen weights.
         total_train_steps: Length of the learning rate schedule, train steps.
         gradient_checkpointing: Whether to recompute activations in the backward pass.
         compile: Whether to compile the blocks of the model.
         ranks: Group of the engines of the role's workers; None for a single worker.
-        lora: Options of LoRA adapters, which then train instead of the weights. Generation, weight updates
-            and export use the model with merged adapters.
+        lora: Options of LoRA adapters, which then train instead of the weights. Generation, weight
+            updates and export use the model with merged adapters.
         role: Name of the model role, for error messages.
         path: Path of the base model, for the files of adapters.
-        kv_cache_gib: Maximum size of keys and values in generation, GiB; None for a fraction of free memory.
+        kv_cache_gib: Maximum size of keys and values in generation, GiB; None for a fraction of
+            free memory.
         adapts_head: Whether the language-model head may have an adapter if it is a target.
     """
 
@@ -304,7 +305,8 @@ class TorchEngine:
         )
         self._heap.trim()
         norm = optimizer.gradient_norm() if math.isfinite(stats["loss"]) else math.nan
-        self._ranks.settle()  # Raises if the sums were aborted: they must decide neither about a step nor a skip.
+        # Raises if the sums were aborted: they must decide neither about a step nor a skip.
+        self._ranks.settle()
         if not math.isfinite(norm):
             optimizer.zero_grad()
             return TrainResult(stats, norm, skipped=True, kept=kept)
@@ -383,7 +385,8 @@ class TorchEngine:
 
         Returns the statistics, whether there was a gradient, and the tensors that the loss kept.
         """
-        self.release_generation()  # Training needs the memory, and the weights of the cache are about to change.
+        # Training needs the memory, and the weights of the cache are about to change.
+        self.release_generation()
         with self._use_training_mode(), self._threads.computing():
             account = self._run_passes(sample, loss_fn, spec, normaliser)
             results = account.sum_over(self._ranks)

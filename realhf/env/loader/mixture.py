@@ -85,8 +85,8 @@ def name_members(members: Sequence[str]) -> dict[str, str]:
             )
         if name in named:
             raise ValueError(
-                f"two environments are called {name!r}; env.weights sets shares, and NAME={reference} "
-                f"gives one of them another name"
+                f"two environments are called {name!r}; env.weights sets shares, and "
+                f"NAME={reference} gives one of them another name"
             )
         named[name] = reference
     if len(named) < 2:

@@ -240,7 +240,8 @@ left, right = torch.randn(64, 4096), torch.randn(4096, 64)
 def cpu_ns():
     found = {}
     for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+        # A thread may end meanwhile.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             found[task] = int(Path(f"/proc/self/task/{task}/schedstat").read_text().split()[0])
     del found[str(os.getpid())]
     return found
@@ -267,7 +268,8 @@ spinning, plain = helper_cpu_s(), gradients()
 spin.shorten(); spin.shorten()
 asleep, parked = helper_cpu_s(), gradients()
 spin.lengthen(); spin.lengthen()
-print(json.dumps({"spinning": spinning, "asleep": asleep, "again": helper_cpu_s(), "short": spin.is_short,
+print(json.dumps({"spinning": spinning, "asleep": asleep, "again": helper_cpu_s(),
+                  "short": spin.is_short,
                   "equal": all(map(torch.equal, plain, parked)),
                   "left": len(os.listdir("/proc/self/task")) - n_tasks}))
 """

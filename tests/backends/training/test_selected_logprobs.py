@@ -67,7 +67,8 @@ def test_bf16_factors_are_multiplied_in_fp32() -> None:
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(entropy.double(), of_plain, atol=2e-5, rtol=1e-5)
     found.sum().backward()
-    assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16 == weight.grad.dtype  # type: ignore[union-attr]
+    assert hidden.grad is not None and weight.grad is not None
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
 
 
 def test_frozen_factors_get_no_gradient() -> None:
@@ -132,7 +133,8 @@ class Counted:
 def gpu_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
     """torch has these products for GPUs alone: here they are, for the CPU. A product of two bf16
     numbers is exact in fp32, so this is what a GPU computes but for the order of its sums."""
-    count, library = Counted(), torch.library.Library("aten", "IMPL")
+    count = Counted()
+    library = torch.library.Library("aten", "IMPL")
 
     def mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         assert a.dtype == b.dtype == torch.bfloat16 and dtype == torch.float32
@@ -227,10 +229,12 @@ torch.set_num_threads(1)
 def step(rows, chunk):
     hidden = torch.randn(rows, 8, requires_grad=True)
     weight = torch.randn(40_000, 8, requires_grad=True)
-    logprobs, entropy = selected_logprobs(hidden, weight, torch.zeros(rows, dtype=torch.int64), 0.9, chunk)
+    ids = torch.zeros(rows, dtype=torch.int64)
+    logprobs, entropy = selected_logprobs(hidden, weight, ids, 0.9, chunk)
     (logprobs.sum() + entropy.sum()).backward()
 def peak_kb():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    lines = open("/proc/self/status")
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 step(40, 8)
 before = peak_kb()
 step(int(sys.argv[1]), int(sys.argv[2]))

@@ -331,7 +331,7 @@ def test_gradients_of_narrow_weights_add_up_in_fp32() -> None:
     layer = torch.nn.Linear(3, 2).bfloat16()
     optimizer = PolicyOptimizer(layer, OptimizerConfig(), 1)
     for _ in range(1000):
-        sum(parameter.sum() for parameter in layer.parameters()).backward()  # type: ignore[union-attr]
+        torch.stack([parameter.sum() for parameter in layer.parameters()]).sum().backward()
         assert all(p.grad is None for p in layer.parameters()), "it is in memory once"
     assert optimizer.gradient_norm() == pytest.approx(1000 * math.sqrt(8))
     optimizer.zero_grad()
@@ -462,11 +462,13 @@ def test_out_of_memory_names_what_where_and_which_option(
     assert not result.skipped, "the engine goes on"
 
 
-def test_an_update_without_memory_says_what_to_set(tiny_model: Any, ragged_sample: Any) -> None:
+def test_an_update_without_memory_says_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Any, ragged_sample: Any
+) -> None:
     """The first one makes the moments; what it said used to be torch's line alone."""
     engine = TorchEngine(tiny_model(), None, optimizer=OptimizerConfig(), total_train_steps=1)
     assert engine._optimizer is not None
-    engine._optimizer._adamw.step = lambda: torch.empty(1 << 46)  # type: ignore[method-assign, return-value]
+    monkeypatch.setattr(engine._optimizer._adamw, "step", lambda: torch.empty(1 << 46))
     mean = lambda outputs, _: (outputs.logprobs()[0].mean(), {})
     with pytest.raises(
         RuntimeError, match=r"the update of actor, whose moments take .* GiB: set actor.lora"
