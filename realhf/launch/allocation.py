@@ -13,6 +13,7 @@ import psutil
 from realhf.api.config import AllocationConfig, ConfigError, ExperimentConfig
 from realhf.api.experiment import ExperimentSpec, InterfaceType, ModelSpec
 from realhf.api.parallel import SHARDED
+from realhf.base.engine_memory import SERVER_SHARE
 from realhf.base.hf_config import (
     MEMORY_PARTS,
     ModelSize,
@@ -88,8 +89,9 @@ def _check_servers(
     gpu_count: int,
     elsewhere: Callable[[str], bool] | None,
 ) -> None:
-    """Raise ConfigError for several vLLM servers on one GPU whose shares of its memory are more than
-    all of it: by default a server takes nearly all, or half of what a trainer leaves."""
+    """Raise ConfigError for several vLLM servers on one GPU whose shares are more than all of its
+    memory: by default a server takes nearly all, or half of what a trainer leaves. Whether a
+    trainer fits beside them is a matter of the plan (``realhf.launch.engine_plan``)."""
     model = spec.models[spec.rollout.role] if spec.rollout is not None else None
     if (
         spec.rollout is None
@@ -105,7 +107,13 @@ def _check_servers(
             for gpu in assigned.get(name, (0,)):
                 on_gpu.setdefault(gpu, []).append(name)
     share = model.engine.gpu_memory_utilization
+    trained = {
+        gpu
+        for index in range(spec.n_model_workers)
+        for gpu in assigned.get(f"model_worker/{index}", (0,))
+    }
     for gpu, names in on_gpu.items():
+        whole = SERVER_SHARE / 2 if gpu in trained else SERVER_SHARE
         if len(names) > 1 and (share is None or share * len(names) > 1):
             raise ConfigError(
                 f"async_rl.n_generation_workers={spec.rollout.options.n_generation_workers}: "
@@ -116,7 +124,7 @@ def _check_servers(
                     else f"each takes {share:g} of its memory (engine.gpu_memory_utilization)"
                 )
                 + f"; start fewer, or give each at most engine.gpu_memory_utilization="
-                f"{floor(100 / len(names)) / 100:g}"
+                f"{floor(100 * whole / len(names)) / 100:g}"
             )
 
 
@@ -285,6 +293,8 @@ _KEPT = ("weights", "masters", "moments")
 """Parts of the memory that a process holds between calls."""
 _IN_CALLS = (("gradients", "activations", "logits"), (MERGED, KEY_VALUES))
 """Parts of the memory that one call holds: one that trains or scores, and one that samples."""
+_IN_SERVER = (("activations", KEY_VALUES),)
+"""Parts of the memory that a server holds besides its weights."""
 
 
 _PUBLISHED_VERSIONS = 3
@@ -306,6 +316,8 @@ class MemoryNeed:
     bytes: Mapping[str, int] | None
     """Bytes for each of ``MEMORY_PARTS``, 0 for those that are missing; None if the model's size is
     not known."""
+    is_server: bool = False
+    """Whether the process is a vLLM server, which reserves its keys and values when it starts."""
 
     @property
     def total(self) -> int:
@@ -427,7 +439,12 @@ def sum_parts(needs: Sequence[MemoryNeed]) -> dict[str, int]:
     """Return the estimated peak of one process by part. Its roles compute in turn: what only a call
     holds counts for the largest call."""
     known = [need.bytes for need in needs if need.bytes is not None]
-    calls = [{part: parts.get(part, 0) for part in group} for parts in known for group in _IN_CALLS]
+    calls = [
+        {part: need.bytes.get(part, 0) for part in group}
+        for need in needs
+        if need.bytes is not None
+        for group in (_IN_SERVER if need.is_server else _IN_CALLS)
+    ]
     largest = max(calls, key=lambda parts: sum(parts.values()), default={})
     return {
         part: largest.get(part, 0) + sum(parts.get(part, 0) for parts in known if part in _KEPT)

@@ -1,7 +1,8 @@
 """What the engines that sample take of the GPUs' memory in the plan of ``mode=check``.
 
-An engine does not need its keys and values for all episodes at once: it gets a part of its GPU, and
-episodes that do not fit wait. So the plan has what it gets, by the same arithmetic as when it starts.
+An engine gets a part of its GPU for keys and values, and episodes that do not fit wait. The plan has
+what it gets, by the same arithmetic as when it starts. A vLLM server reserves all of that at once,
+the embedded engine no more than its episodes need.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from realhf.launch.allocation import (
 )
 from realhf.scheduler.machine import Machine
 
+_SERVER_OF = "vllm of "
+"""Prefix of the name of a server's process, before that of the model worker that starts it."""
+
 
 def plan_engines(
     needs: Sequence[MemoryNeed],
@@ -52,7 +56,7 @@ def plan_engines(
         (need.process, need.role, need.device): _find_room(need, divided, spec, config, machine)
         for need in divided
     }
-    return [_bound(need, rooms) for need in divided]
+    return [_bound(need, rooms, spec) for need in divided]
 
 
 def _plan_synchronous_servers(
@@ -67,7 +71,7 @@ def _plan_synchronous_servers(
         if starts and size is not None:
             key_values = key_value_bytes(model, size, config, sessions)
             parts = {"weights": weight_bytes(size, model.dtype), KEY_VALUES: key_values}
-            yield replace(need, process=f"vllm of {need.process}", bytes=parts)
+            yield replace(need, process=f"{_SERVER_OF}{need.process}", bytes=parts)
 
 
 def _starts_server(model: ModelSpec) -> bool:
@@ -76,7 +80,7 @@ def _starts_server(model: ModelSpec) -> bool:
 
 def _is_engine(need: MemoryNeed) -> bool:
     """Whether a need is that of a process that only samples."""
-    return need.process.startswith(("generation/", "vllm of "))
+    return need.process.startswith(("generation/", _SERVER_OF))
 
 
 def _divide(
@@ -90,15 +94,20 @@ def _divide(
     if not _is_engine(need) or size == 1 or need.device is None:
         yield need
         return
-    worker = need.process.removeprefix("vllm of ")
+    worker = need.process.removeprefix(_SERVER_OF)
     for device in gpus.get(worker) or range(min(size, len(machine.gpus))):
         parts = need.bytes and {part: value // size for part, value in need.bytes.items()}
         yield replace(need, device=device, bytes=parts)
 
 
-def _bound(need: MemoryNeed, rooms: Mapping[tuple[str, str, int | None], int | None]) -> MemoryNeed:
-    """Return a need with the keys and values that its engine gets. One on several GPUs has as many
-    on each, as the GPU with the least room takes."""
+def _bound(
+    need: MemoryNeed,
+    rooms: Mapping[tuple[str, str, int | None], int | None],
+    spec: ExperimentSpec,
+) -> MemoryNeed:
+    """Return a need with the keys and values that its engine gets, and a server's also with what it
+    computes with. A server has as many keys and values on each of its GPUs as fit on the one with
+    the least room."""
     known = [
         room
         for (process, role, _), room in rooms.items()
@@ -106,6 +115,9 @@ def _bound(need: MemoryNeed, rooms: Mapping[tuple[str, str, int | None], int | N
     ]
     if not known or not need.bytes:
         return need
+    if _starts_server(spec.models[need.role]):
+        parts = {**need.bytes, "activations": SERVER_BYTES, KEY_VALUES: max(0, min(known))}
+        return replace(need, bytes=parts, is_server=True)
     return replace(need, bytes={**need.bytes, KEY_VALUES: min(need.bytes[KEY_VALUES], *known)})
 
 
@@ -116,8 +128,8 @@ def _find_room(
     config: ExperimentConfig,
     machine: Machine,
 ) -> int | None:
-    """Return the bytes that the keys and values of an engine get on its GPU; None for a need without
-    any, and if they are not known. Raises ConfigError."""
+    """Return the bytes that the keys and values of an engine get on its GPU; None for a need
+    without any, and if they are not known. Raises ConfigError."""
     if need.device is None or not need.bytes or not need.bytes.get(KEY_VALUES):
         return None
     gpu = machine.gpus[need.device]
@@ -173,8 +185,9 @@ def _check_longest(need: MemoryNeed, model: ModelSpec, config: ExperimentConfig,
             f"rollout.max_total_tokens={config.rollout.max_total_tokens}: keys and values of one "
             f"episode take {longest / GIB:.3g} GiB of GPU {need.device}, and vLLM has "
             f"{max(room, 0) / GIB:.3g} for them besides its weights of "
-            f"{(need.bytes or {}).get('weights', 0) / GIB:.3g}; lower it, give the server a GPU of its "
-            "own (allocation.gpus) or several (engine.tensor_parallel_size), or take a smaller model"
+            f"{(need.bytes or {}).get('weights', 0) / GIB:.3g}; lower it, give the server a GPU of "
+            "its own (allocation.gpus) or several (engine.tensor_parallel_size), or take a smaller "
+            "model"
         )
 
 

@@ -49,6 +49,8 @@ QWEN3_8B = SHAPES["Qwen/Qwen3-4B"] | {
 }
 SYNC = "experiment=grpo env=countdown model=qwen3_0_6b"
 ASYNC = "experiment=grpo_async env=countdown model=qwen3_0_6b"
+LARGER = "experiment=grpo env=countdown actor.path=Qwen/Qwen3-0.6B"
+"""The same without gradient checkpointing."""
 TWO = "actor.workers=[0,1] actor.backend=fsdp2"
 FOUR = "actor.workers=[0,1,2,3] actor.backend=fsdp2"
 
@@ -323,7 +325,7 @@ def test_usual_layouts_are_planned_as_the_page_says(check: Check, layout: Layout
             "2xH100",
             f"{ASYNC} async_rl.n_generation_workers=3",
             "async_rl.n_generation_workers=3: 3 vLLM servers would share GPU 1, and each takes what "
-            "it finds free; start fewer, or give each at most engine.gpu_memory_utilization=0.33",
+            "it finds free; start fewer, or give each at most engine.gpu_memory_utilization=0.3",
         ),
         (
             "1xH100",
@@ -586,11 +588,51 @@ def test_an_engine_is_planned_with_what_it_gets(check: Check) -> None:
     assert 60 < own["generation/0", "actor", "GPU 1"]["keys, values"] < 0.8 * 79
     asked = check("2xH100", ASYNC, "engine.gpu_memory_utilization=0.5").memory
     assert 35 < asked["generation/0", "actor", "GPU 1"]["keys, values"] < 36
+    # A server reserves what it gets, however little its episodes need.
+    for machine, device, sizes in (
+        ("1xH100", "GPU 0", (25, 33)),
+        ("2xH100", "GPU 1", (68, 70)),
+    ):
+        few = check(machine, ASYNC, "async_rl.n_rollout_workers=1 rollout.sessions=8")
+        assert few.code == 0, few.said
+        server = few.memory["generation/0", "actor", device]
+        assert sizes[0] < server["keys, values"] < sizes[1] and server["activations"] == 3
     bounded = check("2xH100", ASYNC, "engine.name=embedded", "engine.kv_cache_gib=3").memory
     assert bounded["generation/0", "actor", "GPU 1"]["keys, values"] == 3
     url = ("engine.name=vllm", "engine.vllm_url=http://127.0.0.1:1")
     running = check("2xH100", ASYNC, *url).memory
     assert not any(process.startswith("generation/") for process, _, _ in running), "not here"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        (f"{LARGER} mb_spec.max_tokens_per_mb=25000", 93),
+        (f"{LARGER} engine.gpu_memory_utilization=0.85", 84),
+        (f"{ASYNC} async_rl.n_generation_workers=2 engine.gpu_memory_utilization=0.5", 95),
+    ],
+)
+def test_what_a_server_reserves_counts(check: Check, options: str, needed: int) -> None:
+    plan = check("1xH100", options)
+    assert plan.code == 2 and plan.lines == []
+    (line,) = (line for line in plan.said if not line.startswith("note: "))
+    (found,) = re.findall(r"^config error: GPU 0 has .* estimated to take ([\d.]+), most", line)
+    assert float(found) == pytest.approx(needed, abs=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("machine", "share"), [("1xH100", 0.23), ("2xH100", 0.46)])
+def test_the_share_that_is_named_for_two_servers_fits(
+    check: Check, machine: str, share: float
+) -> None:
+    """Beside a trainer it is smaller."""
+    options = f"{ASYNC} async_rl.n_generation_workers=2"
+    refused = check(machine, options)
+    named = f"engine.gpu_memory_utilization={share}"
+    assert refused.code == 2 and refused.said[-1].endswith(f"give each at most {named}")
+    plan = check(machine, options, named)
+    assert plan.code == 0 and plan.warnings == []
 
 
 @pytest.mark.slow
