@@ -1,4 +1,4 @@
-"""Check of weight updates over NCCL, which need a GPU of its own for the trainer and each server."""
+"""Check of weight updates over NCCL, which need GPUs of their own for the trainer and servers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What ``mode=check`` says of machines with 1, 2, 4 and 8 GPUs, through the launcher's own entry: which
-engine samples, which GPU is for whom, what its memory holds, and what is refused."""
+"""What ``mode=check`` says of machines with 1, 2, 4 and 8 GPUs, through the launcher's own entry:
+which engine samples, which GPU is for whom, what its memory holds, and what is refused."""
 
 from __future__ import annotations
 
@@ -296,14 +296,14 @@ def test_usual_layouts_are_planned_as_the_page_says(check: Check, layout: Layout
         (
             "2xH100",
             f"{ASYNC} {TWO}",
-            r"allocation.gpus=\[\]: actor trains on 2 workers, .*2 model worker\(s\) and 1 generation "
-            r"worker\(s\) need 3 GPUs, machine=2xH100 has 2; allocation.gpus with allocation.share",
+            r"allocation.gpus=\[\]: actor trains on 2 workers, .*2 model worker\(s\) and "
+            r"1 generation worker\(s\) need 3 GPUs, machine=2xH100 has 2; allocation.gpus with allocation.share",
         ),
         (
             "8xH100",
             f"{ASYNC} {FOUR} async_rl.n_generation_workers=4 engine.tensor_parallel_size=2",
-            r"allocation.gpus=\[\]: .*\(of 2 GPUs each, engine.tensor_parallel_size\) need 12 GPUs, "
-            "machine=8xH100 has 8",
+            r"allocation.gpus=\[\]: .*\(of 2 GPUs each, engine.tensor_parallel_size\) need 12 "
+            "GPUs, machine=8xH100 has 8",
         ),
         (
             "1xH100",
@@ -330,8 +330,8 @@ def test_usual_layouts_are_planned_as_the_page_says(check: Check, layout: Layout
         (
             "1xH100",
             f"{ASYNC} async_rl.n_generation_workers=2 engine.gpu_memory_utilization=0.6",
-            r"async_rl.n_generation_workers=2: 2 vLLM servers would share GPU 0, and each takes 0.6 of "
-            r"its memory \(engine.gpu_memory_utilization\)",
+            "async_rl.n_generation_workers=2: 2 vLLM servers would share GPU 0, and each takes 0.6 "
+            r"of its memory \(engine.gpu_memory_utilization\)",
         ),
         (
             "2xH100",
@@ -341,8 +341,8 @@ def test_usual_layouts_are_planned_as_the_page_says(check: Check, layout: Layout
         (
             "1xT4",
             SYNC,
-            "actor.dtype=bfloat16: a GPU of machine=1xT4 has compute capability 7.5, and vLLM computes "
-            "in bfloat16 from 8.0; use actor.dtype=float32 or engine.name=embedded",
+            "actor.dtype=bfloat16: a GPU of machine=1xT4 has compute capability 7.5, and vLLM "
+            "computes in bfloat16 from 8.0; use actor.dtype=float32 or engine.name=embedded",
         ),
         (
             "1xH100",
@@ -352,7 +352,7 @@ def test_usual_layouts_are_planned_as_the_page_says(check: Check, layout: Layout
         (
             "cpu",
             f"{SYNC} engine.name=vllm engine.vllm_runner=v2",
-            "engine.vllm_runner=v2: Model Runner V2 needs Triton and a GPU, and no GPU is visible of",
+            "engine.vllm_runner=v2: Model Runner V2 needs Triton and a GPU, and no GPU is visible",
         ),
         (
             "4xH100",
@@ -403,13 +403,13 @@ def test_usual_layouts_are_planned_as_the_page_says(check: Check, layout: Layout
         (
             "1xL4",
             f"{SYNC} rollout.max_total_tokens=40000 rollout.max_turns=2",
-            "rollout.max_total_tokens=40000: keys and values of one episode take 4.27 GiB of GPU 0, "
-            "and vLLM has .* for them besides its weights of 1.11; lower it, give the server",
+            "rollout.max_total_tokens=40000: keys and values of one episode take 4.27 GiB of GPU "
+            "0, and vLLM has .* for them besides its weights of 1.11; lower it, give the server",
         ),
         (
             "1xH100",
             f"{ASYNC} async_rl.weights=nccl",
-            "async_rl.weights=nccl: the trainer and the servers share GPU 0, and NCCL needs a GPU for",
+            "async_rl.weights=nccl: the trainer and the servers share GPU 0, and NCCL needs a GPU",
         ),
         ("8xH900", SYNC, r"machine=8xH900: there is no record of a GPU 'H900' \(known are B200, "),
         ("0xH100", SYNC, "machine=0xH100: plans for 1 to 64 GPUs, and `cpu` for a machine without"),
@@ -552,9 +552,9 @@ def test_a_launcher_without_a_gpu_says_what_it_chose_for_hosts_that_may_have_som
     given = ("experiment=grpo_async env=countdown actor.path=Qwen/Qwen3-0.6B scheduler=slurm",)
     (warned,) = check("", *given).warnings
     assert warned == (
-        "engine.name=embedded and actor.dtype=float32: chosen because the launcher sees no GPU here, "
-        "whatever its hosts have; on hosts with GPUs name engine.name=vllm actor.dtype=bfloat16, or "
-        "see by mode=check machine=8xH100 what a launcher on such a host chooses"
+        "engine.name=embedded and actor.dtype=float32: chosen because the launcher sees no GPU "
+        "here, whatever its hosts have; on hosts with GPUs name engine.name=vllm "
+        "actor.dtype=bfloat16, or see by mode=check machine=8xH100 what a launcher on such a host chooses"
     )
     (half,) = check("", *given, "actor.dtype=bfloat16").warnings
     assert half.startswith("engine.name=embedded: chosen because") and "actor.dtype" not in half
