@@ -126,6 +126,9 @@ class WeightExtension:
             digests = self.realhf_open.enter_context(_digest_before_packing(model))
             self.start_weight_update()  # pyright: ignore[reportAttributeAccessIssue]
             self.update_weights(update_info)  # pyright: ignore[reportAttributeAccessIssue]
+            # What follows may take longer. The next version needs the group.
+            timer.cancel()
+            timer.join()
             if late.is_set():  # vLLM takes nothing from a group that was left, and reports no error
                 raise TimeoutError(f"the weights did not arrive within {timeout_s:g} s")
             self.finish_weight_update()  # pyright: ignore[reportAttributeAccessIssue]
@@ -148,8 +151,8 @@ class WeightExtension:
         """Put the model's layers back after an update that was cut off; their contents are those of
         two versions. vLLM would add the next weights to the rest of these."""
         for step in (self.start_weight_update, self.finish_weight_update):  # pyright: ignore[reportAttributeAccessIssue]
-            # The first one fails if the update is still open. What is wrong otherwise the next
-            # update reports.
+            # ``start_weight_update`` fails if the update is still open. The next update reports any
+            # other error.
             with contextlib.suppress(Exception):
                 step()
 

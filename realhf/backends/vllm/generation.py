@@ -308,7 +308,7 @@ class VllmGenerator:
         if not self._places:
             return 0, "does not compute on a GPU of CUDA with our worker extension"
         first = self._places[0]
-        if first["backend"] != "nccl":
+        if first.get("backend") != "nccl":  # a server of ``vllm_url`` may have an older extension
             return 0, (
                 "shares a GPU with the trainer, or was started without "
                 """--weight-transfer-config '{"backend": "nccl"}'"""
@@ -320,9 +320,9 @@ class VllmGenerator:
     def take_broadcast(
         self, version: int, slots: Sequence[TensorSlot], seat: GroupSeat, *, again: bool = False
     ) -> None:
-        """See ``GroupMember``. Raises BroadcastError if the weights did not arrive, after which only
-        ``load_weights`` or another broadcast lets the server continue, and VllmError or TimeoutError
-        if the server does not answer; then all later requests fail."""
+        """See ``GroupMember``. Raises BroadcastError if the weights did not arrive, after which
+        only ``load_weights`` or another broadcast lets the server continue, and VllmError or
+        TimeoutError if the server does not answer; then all later requests fail."""
         with self._update_lock:
             # An engine that needs nothing takes part nevertheless: the others wait for it.
             self._needs(version, again)
@@ -458,7 +458,7 @@ class VllmGenerator:
         """Return the server's GPUs if it can receive weights from this process by CUDA IPC,
         otherwise []."""
         gpus = find_common_gpus(self._places)
-        if self._places and not gpus and self._places[0]["backend"] != "nccl":
+        if self._places and not gpus and self._places[0].get("backend") != "nccl":
             _log.warning(
                 "%s: weights go through the host's memory, because %s",
                 self._api.url,

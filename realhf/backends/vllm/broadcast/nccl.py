@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -100,25 +101,29 @@ class NcclGroup:
         """See ``Group``."""
         config = _Config(ctypes.sizeof(_Config), _MAGIC, _CONFIG_VERSION, 0)
         with torch.cuda.device(self._device):
-            self._check(
-                self._nccl.ncclCommInitRankConfig(
-                    ctypes.byref(self._comm), world_size, self._id, 0, ctypes.byref(config)
-                )
+            self._call(
+                "join",
+                self._nccl.ncclCommInitRankConfig,
+                ctypes.byref(self._comm),
+                world_size,
+                self._id,
+                0,
+                ctypes.byref(config),
             )
             self._wait(deadline, "join")
             # vLLM sums one element when it has joined, and waits for all ranks.
             warm_up = torch.zeros(1, device=self._device)
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            self._check(
-                self._nccl.ncclAllReduce(
-                    ctypes.c_void_p(warm_up.data_ptr()),
-                    ctypes.c_void_p(warm_up.data_ptr()),
-                    ctypes.c_size_t(1),
-                    _FLOAT32,
-                    _SUM,
-                    self._comm,
-                    ctypes.c_void_p(self._stream.cuda_stream),
-                )
+            self._call(
+                "join",
+                self._nccl.ncclAllReduce,
+                ctypes.c_void_p(warm_up.data_ptr()),
+                ctypes.c_void_p(warm_up.data_ptr()),
+                ctypes.c_size_t(1),
+                _FLOAT32,
+                _SUM,
+                self._comm,
+                ctypes.c_void_p(self._stream.cuda_stream),
             )
         self.finish(deadline)
 
@@ -128,16 +133,16 @@ class NcclGroup:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             pack.record_stream(self._stream)
             address = ctypes.c_void_p(pack.data_ptr())
-            self._check(
-                self._nccl.ncclBroadcast(
-                    address,
-                    address,
-                    ctypes.c_size_t(pack.nbytes),
-                    _UINT8,
-                    0,
-                    self._comm,
-                    ctypes.c_void_p(self._stream.cuda_stream),
-                )
+            self._call(
+                "receive",
+                self._nccl.ncclBroadcast,
+                address,
+                address,
+                ctypes.c_size_t(pack.nbytes),
+                _UINT8,
+                0,
+                self._comm,
+                ctypes.c_void_p(self._stream.cuda_stream),
             )
         # Until NCCL has accepted a call it takes no other one.
         self._wait(deadline, "receive")
@@ -158,27 +163,41 @@ class NcclGroup:
             if self._aborted:
                 return
             self._aborted = True
-        if self._comm:
-            with torch.cuda.device(self._device):
-                self._nccl.ncclCommAbort(self._comm)
+            if self._comm:
+                with torch.cuda.device(self._device):
+                    self._nccl.ncclCommAbort(self._comm)
+
+    def _call(self, what: str, function: Callable[..., int], *arguments: object) -> None:
+        """Call NCCL unless the group was ended; ``what`` the servers then could not do.
+
+        ``abort`` frees the communicator from another thread, so the two exclude each other. The
+        calls do not block (``_Config.blocking`` is 0).
+        """
+        with self._lock:
+            self._check_not_ended(what)
+            self._check(function(*arguments))
 
     def _wait(self, deadline: float, what: str) -> None:
         """Wait until the group has accepted all calls, which do not block."""
         state = ctypes.c_int(_IN_PROGRESS)
         while True:
             self._check_alive(deadline, what)
-            self._check(self._nccl.ncclCommGetAsyncError(self._comm, ctypes.byref(state)))
+            asked = self._nccl.ncclCommGetAsyncError
+            self._call(what, asked, self._comm, ctypes.byref(state))
             if state.value != _IN_PROGRESS:
                 break
             time.sleep(_POLL_S)
         self._check(state.value)
 
     def _check_alive(self, deadline: float, what: str) -> None:
-        if self._aborted:
-            raise BroadcastError(f"the group was ended before all servers could {what}")
+        self._check_not_ended(what)
         if time.monotonic() > deadline:
             self.abort()
             raise BroadcastError(f"not all servers could {what} in time")
+
+    def _check_not_ended(self, what: str) -> None:
+        if self._aborted:
+            raise BroadcastError(f"the group was ended before all servers could {what}")
 
     def _check(self, result: int) -> None:
         if result not in (_SUCCESS, _IN_PROGRESS):

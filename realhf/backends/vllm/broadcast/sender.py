@@ -54,6 +54,8 @@ class _Sending:
 
     thread: threading.Thread
     """Thread that sends."""
+    deadline: float
+    """Time of ``time.monotonic`` at which it gives up."""
     failed: str = ""
     """Why the weights did not arrive; "" if they did, or may yet."""
 
@@ -74,8 +76,8 @@ class WeightSender:
     """Rank 0 of broadcasts of one policy. Thread-safe.
 
     The tensors are the trainer's own: nothing is copied but the pack that is being sent. So
-    ``withdraw`` must be called before they change, and waits until they were sent. ``device`` is that
-    of the packs.
+    ``withdraw`` must be called before they change, and waits until they were sent. ``device`` is
+    that of the packs.
     """
 
     def __init__(
@@ -102,12 +104,19 @@ class WeightSender:
             self._offer = _Offer(version, trial, tensors)
 
     def withdraw(self) -> None:
-        """End the offer, and wait until a broadcast that has begun is over. It has a deadline."""
+        """End the offer, and wait until a broadcast that has begun is over. Raises BroadcastError
+        if it does not end after its deadline, because the tensors may not change before."""
         with self._lock:
             self._offer = None
             sending = self._sending
-        if sending is not None:
-            sending.thread.join()
+        if sending is None:
+            return
+        sending.thread.join(max(0.0, sending.deadline - time.monotonic()) + _STOP_S)
+        if sending.thread.is_alive():
+            raise BroadcastError(
+                "a broadcast of weights did not end at its deadline; async_rl.weights=shm sends "
+                "them through the host's memory"
+            )
 
     def start(
         self,
@@ -142,7 +151,7 @@ class WeightSender:
                 name="send-weights",
                 daemon=True,
             )
-            self._sending = _Sending(thread)
+            self._sending = _Sending(thread, deadline)
             thread.start()
             return unique_id
 
@@ -158,9 +167,10 @@ class WeightSender:
         return sending.failed
 
     def close(self) -> None:
-        """End the group."""
+        """End the offer and the group."""
+        with self._lock:
+            self._offer = None
         self.stop()
-        self.withdraw()
 
     def _drop_group(self) -> None:
         if self._group is not None:

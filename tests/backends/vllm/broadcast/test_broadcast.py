@@ -1,5 +1,5 @@
-"""Weights on their way from a trainer to servers by broadcasts: what the trainer, the master and the
-generation workers do is real, and so are the broadcasts, over gloo between processes. The servers
+"""Weights on their way from a trainer to servers by broadcasts. The trainer, the master and the
+generation workers are real, and so are the broadcasts, over gloo between processes. The servers
 stand in for vLLM's.
 """
 
@@ -10,6 +10,7 @@ import contextlib
 import json
 import multiprocessing
 import random
+import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -32,7 +33,12 @@ from realhf.api.calls import (
 )
 from realhf.api.experiment import ModelSpec
 from realhf.api.trace import Tracer
-from realhf.backends.vllm.broadcast.payloads import BroadcastError
+from realhf.backends.vllm.broadcast.payloads import (
+    BroadcastError,
+    build_init_info,
+    build_update_info,
+    describe_tensors,
+)
 from realhf.backends.vllm.broadcast.sender import WeightSender
 from realhf.backends.vllm.generation import VllmGenerator
 from realhf.base.tensor_digest import digest_tensors
@@ -48,7 +54,7 @@ from realhf.dataflow.weight_proof import (
 from realhf.transport.errors import RemoteError, WorkerDied
 from realhf.transport.network import Network
 from realhf.transport.weights import WeightPublisher
-from tests.backends.vllm.broadcast.stand_in import make_gloo_group, make_tensors, serve
+from tests.backends.vllm.broadcast.stand_in import Worker, make_gloo_group, make_tensors, serve
 from workers.generation_worker import GenerationWorker, VersionGate
 from workers.model_worker import ModelWorker
 
@@ -354,6 +360,44 @@ async def test_where_no_group_comes_about_weights_go_through_the_hosts_memory(
     assert line.startswith("weights go through the host's memory from now on") and cause in line
 
 
+@pytest.mark.slow
+def test_a_deadline_that_passes_after_the_last_byte_keeps_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The group used to be left during the digests, and the next version to reach nobody, without
+    an error."""
+    worker = Worker(0, 1)
+    finish = worker.finish_weight_update
+
+    def finish_late() -> None:
+        time.sleep(2.5)
+        finish()
+
+    monkeypatch.setattr(worker, "finish_weight_update", finish_late)
+    sender = WeightSender(torch.device("cpu"), make_group=make_gloo_group, pack_bytes=PACK_BYTES)
+    for version in range(2):
+        tensors = make_tensors(version)
+        sender.offer(version, 0, tensors)
+        unique_id = sender.start(version, 0, ["one"], 2, LIMIT_S)
+        assert bool(unique_id) == (version == 0)
+        if unique_id:
+            assert worker.join_group(build_init_info(unique_id, 1, 2, PACK_BYTES))["ok"]
+        update = build_update_info(describe_tensors(tensors))
+        answer = worker.take_broadcast(f"{version}", update, 2.0)
+        assert answer == {"ok": True, "version": version}
+        held = {name: row[1] for name, row in worker.weight_digests()["held"].items()}
+        assert digest_tensors(tensors).items() <= held.items()
+    sender.close()
+
+
+def test_a_server_with_an_older_extension_takes_no_broadcasts() -> None:
+    """Its answer to ``place`` names no transfer."""
+    engine = VllmGenerator.__new__(VllmGenerator)
+    engine._places = [{"uuid": "GPU-9"}]
+    ranks, reason = engine.count_ranks()
+    assert ranks == 0 and "--weight-transfer-config" in reason
+
+
 async def _until(holds: Callable[[], bool]) -> None:
     while not holds():
         await asyncio.sleep(0.01)
@@ -364,7 +408,7 @@ async def _until(holds: Callable[[], bool]) -> None:
 async def test_servers_that_come_and_go(
     run: Run, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Whatever dies, joins or trains when, a server that is current has every bit of the version."""
+    """Whatever dies, joins or trains when, a current server has every bit of the version."""
     monkeypatch.setattr(group_loads, "JOIN_S", 6.0)
     chance = random.Random(seed)
     with contextlib.ExitStack() as stack:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from realhf.backends.vllm.broadcast.nccl import find_nccl_problem
+from realhf.backends.vllm.broadcast import sender as sender_module
+from realhf.backends.vllm.broadcast.nccl import NcclGroup, find_nccl_problem
 from realhf.backends.vllm.broadcast.payloads import BroadcastError
 from realhf.backends.vllm.broadcast.sender import WeightSender
 
@@ -18,7 +21,7 @@ LIMIT_S = 20.0
 
 
 class Ends:
-    """Makes ends of groups that note what they are asked; ``reached`` is what receivers wait for."""
+    """Makes ends of groups that note what they are asked. Receivers wait for ``reached``."""
 
     def __init__(self) -> None:
         self.made: list[End] = []
@@ -122,6 +125,86 @@ def test_a_broadcast_that_does_not_arrive_ends_its_group(ends: Ends, sender: Wei
     sender.start(1, 0, ["x"], 2, LIMIT_S)
     assert sender.stop() == "not all servers could receive in time", "the master ended this one"
     assert len(ends.made) == 2 and ends.made[1].aborted
+
+
+def test_tensors_are_not_changed_under_a_broadcast_that_does_not_end(
+    ends: Ends, sender: WeightSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call of NCCL that never returns must not stop the trainer without a word."""
+    monkeypatch.setattr(sender_module, "_STOP_S", 0.05)
+    stuck = threading.Event()
+    monkeypatch.setattr(End, "finish", lambda end, deadline: stuck.wait())
+    sender.offer(0, 0, TENSORS)
+    sender.start(0, 0, ["x"], 2, 0.02)
+    with pytest.raises(BroadcastError, match=r"did not end .*async_rl\.weights=shm"):
+        sender.withdraw()
+    stuck.set()
+    sender.withdraw()
+    sender.close()
+
+
+class Library:
+    """The functions of NCCL that a group calls until it is joined. Counts communicators, and uses
+    of one that ``ncclCommAbort`` has freed."""
+
+    def __init__(self) -> None:
+        self.alive = 0
+        self.used_after_end = 0
+        self.entered = threading.Event()
+        self.go_on = threading.Event()
+
+    def ncclCommInitRankConfig(self, comm: Any, *more: object) -> int:
+        self.entered.set()
+        self.go_on.wait(LIMIT_S)
+        ctypes.cast(comm, ctypes.POINTER(ctypes.c_void_p))[0] = 9
+        self.alive += 1
+        return 0
+
+    def ncclCommGetAsyncError(self, *more: object) -> int:
+        self.used_after_end += not self.alive
+        return 0  # leaves "in progress", as if a rank were missing
+
+    def ncclCommAbort(self, comm: object) -> int:
+        self.alive -= 1
+        return 0
+
+
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+def test_an_end_leaves_no_communicator(when: str) -> None:
+    """Whenever it comes, also while another thread makes the communicator."""
+    library = Library()
+    group = NcclGroup.__new__(NcclGroup)
+    group._device = -1  # type: ignore[assignment]  # torch does nothing for this one
+    group._nccl = library  # type: ignore[assignment]
+    group._comm = ctypes.c_void_p()
+    group._id = None  # type: ignore[assignment]
+    group._lock = threading.Lock()
+    group._aborted = False
+    if when == "before":
+        group.abort()
+    errors: list[str] = []
+
+    def join() -> None:
+        try:
+            group.join(2, time.monotonic() + LIMIT_S)
+        except BroadcastError as error:
+            errors.append(str(error))
+
+    joining = threading.Thread(target=join)
+    joining.start()
+    if when != "before":
+        assert library.entered.wait(LIMIT_S)
+        if when == "after":
+            library.go_on.set()
+            time.sleep(0.05)
+        ending = threading.Thread(target=group.abort)
+        ending.start()
+        time.sleep(0.05)
+        library.go_on.set()
+        ending.join(LIMIT_S)
+    joining.join(LIMIT_S)
+    assert errors == ["the group was ended before all servers could join"]
+    assert library.alive == 0 and library.used_after_end == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
