@@ -38,6 +38,7 @@ from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import WEIGHTS
 from realhf.backends.streaming_engines import longest_sequence, make_streaming_generator
 from realhf.backends.training.tokenizer_loading import load_tokenizer
+from realhf.base.loopback import LOOPBACK_INTERFACE
 from realhf.base.process import collect_garbage_normally
 from realhf.dataflow.weight_proof import EngineWeightDigests, WeightProbe, probe_ids
 from realhf.monitor.trace import open_trace
@@ -231,6 +232,10 @@ class GenerationWorker:
                 shared=_shares_gpu(plan, name) if shares_gpu is None else shares_gpu,
                 masked_tokenizer=tokenizer if spec.episodes.agent_structured == CONSTRAIN else None,
                 stop_ids=chat.stop_ids,
+                # Otherwise only the server's own workers meet over NCCL.
+                interface=network.interface
+                if spec.options.weights == "nccl"
+                else LOOPBACK_INTERFACE,
             )
         )
         self._gate = VersionGate(lambda: self._engine.version)

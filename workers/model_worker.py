@@ -6,6 +6,7 @@ python -m workers.model_worker --run-dir DIR --run-id ID --master tcp://... --in
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import sys
 from collections.abc import Mapping
@@ -283,12 +284,15 @@ class ModelWorker:
         the model, which may change them."""
         import torch
 
-        from realhf.backends.vllm.broadcast.sender import WeightSender
+        from realhf.backends.vllm.broadcast.sender import WeightSender, make_nccl_group
 
         if self._sender is None:
             cuda = torch.cuda.is_available()
             device = torch.device("cuda", torch.cuda.current_device() if cuda else 0)
-            self._sender = WeightSender(device if cuda else torch.device("cpu"))
+            self._sender = WeightSender(
+                device if cuda else torch.device("cpu"),
+                make_group=functools.partial(make_nccl_group, interface=self._network.interface),
+            )
         self._sender.offer(request.version, request.trial, tensors)
 
     def _start_broadcast(self, request: StartBroadcastRequest) -> StartBroadcastAnswer:

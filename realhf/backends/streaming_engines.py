@@ -8,6 +8,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from realhf.base.hf_config import (
     trainer_memory,
     weight_bytes,
 )
+from realhf.base.loopback import LOOPBACK_INTERFACE
 
 if TYPE_CHECKING:
     from realhf.backends.vllm.generation import VllmGenerator
@@ -46,6 +48,7 @@ def make_streaming_generator(
     shared: bool = False,
     masked_tokenizer: Any = None,
     stop_ids: Sequence[int] = (),
+    interface: str = LOOPBACK_INTERFACE,
 ) -> Iterator[StreamingGenerator]:
     """Context manager that yields a generation engine, which has no weights until the first
     ``load_weights``. If the engine needs a server, the server is started and stopped with it. What
@@ -63,6 +66,7 @@ def make_streaming_generator(
         masked_tokenizer: Tokenizer of the model if requests may have grammars, which the embedded
             engine alone can follow; None otherwise.
         stop_ids: Token ids that end a turn, which a grammar may require.
+        interface: Network interface at which a started server and the trainer meet over NCCL.
 
     Raises ModelLoadError, FileNotFoundError or TimeoutError, and ValueError for a tokenizer whose
     tokens cannot be masked.
@@ -77,7 +81,7 @@ def make_streaming_generator(
             )
         else:
             url = model.engine.vllm_url or stack.enter_context(
-                _run_vllm_server(model, options, log, timeout_s, on_death, shared)
+                _run_vllm_server(model, options, log, timeout_s, on_death, shared, interface)
             )
             from realhf.backends.vllm.generation import VllmGenerator
 
@@ -145,6 +149,7 @@ def _run_vllm_server(
     timeout_s: float,
     on_death: Callable[[str], None],
     shared: bool,
+    interface: str,
 ) -> Iterator[str]:
     """Context manager that runs a vLLM server and yields its address."""
     from realhf.backends.vllm.server import VllmServer
@@ -155,7 +160,7 @@ def _run_vllm_server(
         model.path,
         executable=Path(executable).expanduser(),
         log=log,
-        options=server_options(model, options, shared),
+        options=replace(server_options(model, options, shared), interface=interface),
     )
     stopping = threading.Event()
 

@@ -13,6 +13,9 @@ import socket
 from functools import lru_cache
 from urllib.parse import urlsplit
 
+LOOPBACK_INTERFACE = "lo"
+"""Network interface of this host alone."""
+
 
 def is_loopback_host(host: str) -> bool:
     """Return whether ``host`` (without a port) is the name ``localhost`` or a loopback address."""

@@ -34,7 +34,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from realhf.api.config import WILDCARD, NetworkConfig
-from realhf.base.loopback import is_loopback_host
+from realhf.base.loopback import LOOPBACK_INTERFACE, is_loopback_host
 from realhf.transport.errors import AddressTaken, NetworkError
 
 LOOPBACK_ADDRESS = "127.0.0.1"
@@ -667,6 +667,13 @@ class Network:
     def protected(self) -> bool:
         """Whether sockets are encrypted and accept only peers with the keys of the run."""
         return self.keys is not None
+
+    @property
+    def interface(self) -> str:
+        """Name of the network interface with the address ``advertised``. Raises NetworkError if
+        there is none."""
+        own = self.advertised
+        return LOOPBACK_INTERFACE if is_loopback_host(own) else find_interface(own)
 
     def public_url(self, url: str) -> str:
         """Return the URL at which other processes reach this process's HTTP server that listens at

@@ -14,6 +14,7 @@ from realhf.api.config import AsyncConfig, EngineConfig, LoraConfig, OptimizerCo
 from realhf.api.experiment import ModelSpec
 from realhf.backends.streaming_engines import compute_cache_bytes, server_options
 from realhf.backends.vllm.server import _build_command, _build_environment
+from realhf.transport.network import Network
 
 SPEC = ModelSpec(
     "actor",
@@ -75,6 +76,18 @@ def test_the_runner_is_that_of_the_option(
     spec = replace(SPEC, engine=replace(SPEC.engine, vllm_runner=runner))
     environment = _build_environment(server_options(spec, AsyncConfig(), False), tmp_path)
     assert environment.get("VLLM_USE_V2_MODEL_RUNNER") == variable
+
+
+def test_nccl_listens_on_the_loopback_of_one_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It authenticates nobody, and prefers an interface to other machines."""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    options = server_options(SPEC, AsyncConfig(), False)
+    assert _build_environment(options, tmp_path)["NCCL_SOCKET_IFNAME"] == "=lo"
+    over = _build_environment(replace(options, interface="eth1"), tmp_path)
+    assert over["NCCL_SOCKET_IFNAME"] == "=eth1"
+    assert Network().interface == "lo"
 
 
 def test_a_server_leaves_a_trainer_what_its_first_update_takes(

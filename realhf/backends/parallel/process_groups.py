@@ -31,12 +31,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from realhf.api.parallel import CollectiveBroken, Parallel
 from realhf.backends.training.micro_batches import Ranks
+from realhf.base.loopback import LOOPBACK_INTERFACE
 
 _log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 """Loopback address."""
-LOOPBACK_INTERFACE = "lo"
-"""Loopback interface."""
 BUCKET_BYTES = 32 << 20
 """Approximate size in bytes of the buckets in which gradients are summed over ranks."""
 _PREFIX = "socket:"

@@ -19,7 +19,7 @@ import httpx
 from realhf.backends.vllm.api import EXTENSION
 from realhf.base import process_clock
 from realhf.base.installation import PACKAGE
-from realhf.base.loopback import free_port
+from realhf.base.loopback import LOOPBACK_INTERFACE, free_port
 
 _POLL_S = 0.25
 """Seconds between checks whether the server is ready."""
@@ -64,6 +64,8 @@ class VllmOptions:
     transfer: str = "ipc"
     """Transfer of weights on CUDA: ipc from memory of the server's own GPUs, or nccl from a trainer
     on another one."""
+    interface: str = LOOPBACK_INTERFACE
+    """Network interface at which the server's workers, and with nccl the trainer, meet."""
     arguments: tuple[str, ...] = ()
     """Further arguments of ``vllm serve``."""
 
@@ -247,6 +249,8 @@ def _build_environment(options: VllmOptions, imports: Path) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "PYTHONPATH": str(imports.resolve()),
+        # NCCL would listen on an interface to other machines, and authenticates nobody.
+        "NCCL_SOCKET_IFNAME": f"={options.interface}",
     }
     if options.threads is not None:
         variables["OMP_NUM_THREADS"] = str(options.threads)

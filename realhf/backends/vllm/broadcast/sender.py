@@ -4,6 +4,7 @@ trainer does not change it."""
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from realhf.backends.vllm.broadcast.payloads import (
     describe_tensors,
     fill_pack,
 )
+from realhf.base.loopback import LOOPBACK_INTERFACE
 
 _log = logging.getLogger(__name__)
 _STOP_S = 10.0
@@ -28,10 +30,15 @@ MakeGroup = Callable[[torch.device], tuple[Group, bytes]]
 """Makes the trainer's end of a new group, and the unique id with which the others join."""
 
 
-def make_nccl_group(device: torch.device) -> tuple[Group, bytes]:
-    """See ``MakeGroup``. Raises BroadcastError if this process has no NCCL."""
+def make_nccl_group(
+    device: torch.device, interface: str = LOOPBACK_INTERFACE
+) -> tuple[Group, bytes]:
+    """See ``MakeGroup``. The ranks meet at the network interface ``interface``. Raises
+    BroadcastError if this process has no NCCL."""
     if problem := find_nccl_problem():
         raise BroadcastError(problem)
+    # NCCL prefers an interface to other machines, and authenticates nobody who connects.
+    os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
     group = NcclGroup(device)
     return group, group.unique_id
 

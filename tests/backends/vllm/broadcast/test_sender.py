@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,6 +207,23 @@ def test_an_end_leaves_no_communicator(when: str) -> None:
     joining.join(LIMIT_S)
     assert errors == ["the group was ended before all servers could join"]
     assert library.alive == 0 and library.used_after_end == 0
+
+
+def test_ranks_meet_on_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL reads the interface when it makes the id at which they meet."""
+    seen: list[str] = []
+
+    def make(device: torch.device) -> Any:
+        seen.append(os.environ["NCCL_SOCKET_IFNAME"])
+        return SimpleNamespace(unique_id=b"id")
+
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    monkeypatch.setattr(sender_module, "find_nccl_problem", lambda: "")
+    monkeypatch.setattr(sender_module, "NcclGroup", make)
+    cpu = torch.device("cpu")
+    assert sender_module.make_nccl_group(cpu)[1] == b"id"
+    sender_module.make_nccl_group(cpu, interface="eth1")
+    assert seen == ["=lo", "=eth1"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
