@@ -426,30 +426,41 @@ def free_bytes(machine: Machine) -> dict[int | None, int]:
 def sum_device(needs: Sequence[MemoryNeed], device: int | None) -> int:
     """Return the estimated bytes on a device. On the host they include ``PROGRAM_BYTES`` for each
     process."""
-    on_device = [need for need in needs if need.device == device]
-    computing = {need.process for need in on_device if " " not in need.process}
+    there = group_processes(needs, device)
+    computing = [process for process in there if " " not in process]
     programs = PROGRAM_BYTES * len(computing) if device is None else 0
+    return sum(sum(sum_parts(each).values()) for each in there.values()) + programs
+
+
+def group_processes(needs: Sequence[MemoryNeed], device: int | None) -> dict[str, list[MemoryNeed]]:
+    """Return the needs on a device by process."""
     by_process: dict[str, list[MemoryNeed]] = {}
-    for need in on_device:
-        by_process.setdefault(need.process, []).append(need)
-    return sum(sum(sum_parts(needs).values()) for needs in by_process.values()) + programs
+    for need in needs:
+        if need.device == device:
+            by_process.setdefault(need.process, []).append(need)
+    return by_process
 
 
 def sum_parts(needs: Sequence[MemoryNeed]) -> dict[str, int]:
-    """Return the estimated peak of one process by part. Its roles compute in turn: what only a call
-    holds counts for the largest call."""
-    known = [need.bytes for need in needs if need.bytes is not None]
+    """Return the estimated peak of one process by part."""
+    sums: dict[str, int] = dict.fromkeys(MEMORY_PARTS, 0)
+    for _, part, size in find_peak(needs):
+        sums[part] += size
+    return sums
+
+
+def find_peak(needs: Sequence[MemoryNeed]) -> Iterator[tuple[MemoryNeed, str, int]]:
+    """Yield the parts that one process holds at its peak, each with its need and its bytes. The
+    roles of a process compute in turn: what only a call holds is there for the largest call."""
+    known = [(need, need.bytes) for need in needs if need.bytes is not None]
     calls = [
-        {part: need.bytes.get(part, 0) for part in group}
-        for need in needs
-        if need.bytes is not None
+        [(need, part, parts.get(part, 0)) for part in group]
+        for need, parts in known
         for group in (_IN_SERVER if need.is_server else _IN_CALLS)
     ]
-    largest = max(calls, key=lambda parts: sum(parts.values()), default={})
-    return {
-        part: largest.get(part, 0) + sum(parts.get(part, 0) for parts in known if part in _KEPT)
-        for part in MEMORY_PARTS
-    }
+    yield from max(calls, key=lambda call: sum(size for _, _, size in call), default=[])
+    for need, parts in known:
+        yield from ((need, part, parts.get(part, 0)) for part in _KEPT)
 
 
 def _estimate_host_needs(

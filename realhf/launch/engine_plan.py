@@ -78,7 +78,7 @@ def _starts_server(model: ModelSpec) -> bool:
     return model.engine.name == "vllm" and model.engine.vllm_url is None
 
 
-def _is_engine(need: MemoryNeed) -> bool:
+def is_engine(need: MemoryNeed) -> bool:
     """Whether a need is that of a process that only samples."""
     return need.process.startswith(("generation/", _SERVER_OF))
 
@@ -91,7 +91,7 @@ def _divide(
 ) -> Iterator[MemoryNeed]:
     """Yield the need of an engine on each of its GPUs, and any other need as it is."""
     size = spec.models[need.role].engine.tensor_parallel_size
-    if not _is_engine(need) or size == 1 or need.device is None:
+    if not is_engine(need) or size == 1 or need.device is None:
         yield need
         return
     worker = need.process.removeprefix(_SERVER_OF)
@@ -136,17 +136,17 @@ def _find_room(
     if gpu.total_bytes is None or gpu.free_bytes is None:
         return None
     there = [other for other in needs if other.device == need.device and other.bytes]
-    trainers = [other.bytes for other in there if not _is_engine(other) and other.bytes]
+    trainers = [other.bytes for other in there if not is_engine(other) and other.bytes]
     loaded = _sum(trainers, "weights", "masters")
     first_update = _sum(trainers, "gradients", "moments")
     model = spec.models[need.role]
-    weights = need.bytes["weights"] if _is_engine(need) else 0
+    weights = need.bytes["weights"] if is_engine(need) else 0
     share = model.engine.gpu_memory_utilization
     if not _starts_server(model):
         if model.engine.kv_cache_gib is not None:
             return None
         engines = [other.bytes for other in there if other.bytes and other.bytes.get(KEY_VALUES)]
-        sampling = [other.bytes for other in there if _is_engine(other) and other.bytes]
+        sampling = [other.bytes for other in there if is_engine(other) and other.bytes]
         free = gpu.free_bytes - _sum(sampling, "weights") - loaded - first_update
         left = 1 - (SHARED_FRACTION if trainers else DEDICATED_FRACTION)
         # Each engine takes its fraction of what those before it have left.

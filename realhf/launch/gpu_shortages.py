@@ -7,7 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from realhf.api.config import ExperimentConfig
 from realhf.api.experiment import ExperimentSpec, ModelSpec
 from realhf.api.parallel import SHARDED
-from realhf.launch.allocation import GIB, MemoryNeed, sum_device
+from realhf.launch.allocation import (
+    GIB,
+    KEY_VALUES,
+    MemoryNeed,
+    find_peak,
+    group_processes,
+    sum_device,
+)
+from realhf.launch.engine_plan import is_engine
 
 _ERROR = 0.05
 """Relative error of the estimate, within which a run may still fit."""
@@ -28,18 +36,20 @@ def find_gpu_shortages(
         available = free.get(device)
         if available is None or needed <= available * (1 + _ERROR):
             continue
+        there = group_processes(needs, device)
         parts = sorted(
-            (
-                (size, part, need)
-                for need in needs
-                if need.device == device and need.bytes is not None
-                for part, size in need.bytes.items()
-            ),
-            key=lambda entry: -entry[0],
+            (entry for each in there.values() for entry in find_peak(each) if entry[2]),
+            key=lambda entry: -entry[2],
         )
-        size, largest, of = parts[0]
+        of, largest, size = parts[0]
         options = dict.fromkeys(
-            option for _, part, need in parts for option in _advise(need, part, spec, config)
+            option
+            for need, part, _ in parts
+            for option in (
+                _advise_engine(need, part, [*there], spec)
+                if is_engine(need) or part == KEY_VALUES
+                else _advise(need, part, spec, config)
+            )
         )
         named = list(options)[:_MOST_OPTIONS]
         yield (
@@ -47,6 +57,28 @@ def find_gpu_shortages(
             f"{needed / GIB:.1f}, most of it for {largest} of {of.role} ({size / GIB:.3g}): "
             f"{'; or '.join([*named, 'take a smaller model'])}"
         )
+
+
+def _advise_engine(
+    need: MemoryNeed, part: str, there: Sequence[str], spec: ExperimentSpec
+) -> Iterator[str]:
+    """Yield the options that lower a part of what an engine takes. ``there``: the processes on its
+    GPU."""
+    engine = spec.models[need.role].engine
+    generating = [process for process in there if process.startswith("generation/")]
+    if part == KEY_VALUES and need.is_server:
+        verb = "set" if engine.gpu_memory_utilization is None else "lower"
+        taken = f"vLLM takes {need.total / GIB:.3g} GiB"
+        yield f"{verb} engine.gpu_memory_utilization ({taken})"
+    elif part == KEY_VALUES:
+        yield f"{'set' if engine.kv_cache_gib is None else 'lower'} engine.kv_cache_gib"
+    if need.process in generating and part in (KEY_VALUES, "weights"):
+        if len(generating) > 1:
+            yield "start fewer generation workers (async_rl.n_generation_workers)"
+        if len(generating) < len(there):
+            yield "generate on a GPU without a trainer (allocation.gpus)"
+    if part == KEY_VALUES and not need.is_server:
+        yield "lower rollout.max_total_tokens"
 
 
 def _advise(

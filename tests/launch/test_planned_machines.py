@@ -606,18 +606,32 @@ def test_an_engine_is_planned_with_what_it_gets(check: Check) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "needed"),
+    ("options", "needed", "said"),
     [
-        (f"{LARGER} mb_spec.max_tokens_per_mb=25000", 93),
-        (f"{LARGER} engine.gpu_memory_utilization=0.85", 84),
-        (f"{ASYNC} async_rl.n_generation_workers=2 engine.gpu_memory_utilization=0.5", 95),
+        (
+            f"{LARGER} mb_spec.max_tokens_per_mb=25000",
+            93,
+            "set engine.gpu_memory_utilization (vLLM takes 34 GiB)",
+        ),
+        (
+            f"{LARGER} engine.gpu_memory_utilization=0.85",
+            84,
+            ": lower engine.gpu_memory_utilization (vLLM takes 67.7 GiB); or ",
+        ),
+        (
+            f"{ASYNC} async_rl.n_generation_workers=2 engine.gpu_memory_utilization=0.5",
+            95,
+            ": lower engine.gpu_memory_utilization (vLLM takes 39.8 GiB); or start fewer generation "
+            "workers (async_rl.n_generation_workers); or generate on a GPU without a trainer",
+        ),
     ],
 )
-def test_what_a_server_reserves_counts(check: Check, options: str, needed: int) -> None:
+def test_what_a_server_reserves_counts(check: Check, options: str, needed: int, said: str) -> None:
     plan = check("1xH100", options)
     assert plan.code == 2 and plan.lines == []
     (line,) = (line for line in plan.said if not line.startswith("note: "))
     (found,) = re.findall(r"^config error: GPU 0 has .* estimated to take ([\d.]+), most", line)
+    assert said in line
     assert float(found) == pytest.approx(needed, abs=3)
 
 
@@ -656,8 +670,19 @@ def test_embedded_engines_share_what_is_free_on_their_gpu(check: Check) -> None:
         (size,) = each
         assert alone < count * size < 79.02 - count * 1.11
         assert plan.devices["GPU 1"][0] < 79.02
-    fixed = check("2xH100", *given, "async_rl.n_generation_workers=2 engine.kv_cache_gib=60")
-    assert fixed.code == 2, "it is not lowered to what is free"
+    two = "async_rl.n_generation_workers=2"
+    fixed = check("2xH100", *given, two, "engine.kv_cache_gib=60")
+    assert fixed.code == 2 and fixed.said[-1].endswith(
+        "most of it for keys, values of actor (60): lower engine.kv_cache_gib; or start fewer "
+        "generation workers (async_rl.n_generation_workers); or lower rollout.max_total_tokens; or "
+        "take a smaller model"
+    ), "it is not lowered to what is free"
+    for helps in (
+        f"{two} engine.kv_cache_gib=37",
+        "engine.kv_cache_gib=60",
+        f"{two} engine.kv_cache_gib=60 rollout.max_total_tokens=2048",
+    ):
+        assert check("2xH100", *given, helps).code == 0
 
 
 @pytest.mark.slow
