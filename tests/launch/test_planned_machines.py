@@ -297,7 +297,8 @@ def test_usual_layouts_are_planned_as_the_page_says(check: Check, layout: Layout
             "2xH100",
             f"{ASYNC} {TWO}",
             r"allocation.gpus=\[\]: actor trains on 2 workers, .*2 model worker\(s\) and "
-            r"1 generation worker\(s\) need 3 GPUs, machine=2xH100 has 2; allocation.gpus with allocation.share",
+            r"1 generation worker\(s\) need 3 GPUs, machine=2xH100 has 2; allocation.gpus with "
+            "allocation.share",
         ),
         (
             "8xH100",
@@ -324,8 +325,9 @@ def test_usual_layouts_are_planned_as_the_page_says(check: Check, layout: Layout
         (
             "2xH100",
             f"{ASYNC} async_rl.n_generation_workers=3",
-            "async_rl.n_generation_workers=3: 3 vLLM servers would share GPU 1, and each takes what "
-            "it finds free; start fewer, or give each at most engine.gpu_memory_utilization=0.3",
+            "async_rl.n_generation_workers=3: 3 vLLM servers would share GPU 1, and each takes "
+            "what it finds free; start fewer, or give each at most "
+            "engine.gpu_memory_utilization=0.3",
         ),
         (
             "1xH100",
@@ -382,22 +384,23 @@ def test_usual_layouts_are_planned_as_the_page_says(check: Check, layout: Layout
         (
             "1xH100",
             "experiment=grpo_async env=countdown actor.path=Qwen/Qwen3-4B",
-            r"vLLM does not fit next to the trainer of actor on a GPU of 79.6 GiB with 79 free: .* to "
-            r"vLLM for weights of 7.49; give it a GPU of its own \(allocation.gpus\), train fewer",
+            r"vLLM does not fit next to the trainer of actor on a GPU of 79.6 GiB with 79 free: .* "
+            r"to vLLM for weights of 7.49; give it a GPU of its own \(allocation.gpus\), train",
         ),
         (
             "1xH100",
             "experiment=grpo env=countdown actor.path=Qwen/Qwen3-4B engine.name=embedded",
-            r"GPU 0 has 79.0 GiB free, and this run is estimated to take \S+, most of it for moments of "
-            r"actor \(30\): train adapters \(actor.lora.rank\); or divide it over several workers "
-            r"\(actor.backend=fsdp2 actor.workers=\[0,1\]\); or set actor.optimizer.offload=true; or ",
+            r"GPU 0 has 79.0 GiB free, and this run is estimated to take \S+, most of it for "
+            r"moments of actor \(30\): train adapters \(actor.lora.rank\); or divide it over several "
+            r"workers \(actor.backend=fsdp2 actor.workers=\[0,1\]\); or set "
+            "actor.optimizer.offload=true; or",
         ),
         (
             "1xL4",
             f"{SYNC} engine.name=embedded mb_spec.max_tokens_per_mb=65536 ppo.kl_loss_coef=0"
             " actor.gradient_checkpointing=false",
-            r"GPU 0 has 21.9 GiB free, and this run is estimated to take \S+, most of it for activations "
-            r"of actor \(\S+\): set actor.gradient_checkpointing=true; or lower "
+            r"GPU 0 has 21.9 GiB free, and this run is estimated to take \S+, most of it for "
+            r"activations of actor \(\S+\): set actor.gradient_checkpointing=true; or lower "
             r"mb_spec.max_tokens_per_mb \(to 4096 or more\); or ",
         ),
         (
@@ -554,7 +557,8 @@ def test_a_launcher_without_a_gpu_says_what_it_chose_for_hosts_that_may_have_som
     assert warned == (
         "engine.name=embedded and actor.dtype=float32: chosen because the launcher sees no GPU "
         "here, whatever its hosts have; on hosts with GPUs name engine.name=vllm "
-        "actor.dtype=bfloat16, or see by mode=check machine=8xH100 what a launcher on such a host chooses"
+        "actor.dtype=bfloat16, or see by mode=check machine=8xH100 what a launcher on such a host "
+        "chooses"
     )
     (half,) = check("", *given, "actor.dtype=bfloat16").warnings
     assert half.startswith("engine.name=embedded: chosen because") and "actor.dtype" not in half
