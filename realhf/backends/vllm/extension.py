@@ -1,5 +1,6 @@
 """Worker extension inside a vLLM server that loads new weights between two tokens, from a
-safetensors file, from memory of the same GPU or from a broadcast, and reports digests of the weights.
+safetensors file, from memory of the same GPU or from a broadcast, and reports digests of the
+weights.
 
 vLLM loads it (``--worker-extension-cls realhf.backends.vllm.extension.WeightExtension``) in the
 server's environment and mixes the class into its worker. That environment has torch and realhf, but

@@ -302,7 +302,8 @@ class AsyncRollouts(StepSource):
         replay = {}
         for step, ids in recovery.replay:
             if not staged.keys() >= set(ids):
-                break  # a step without one of its samples cannot be repeated, nor can those after it
+                # A step without one of its samples cannot be repeated, nor can those after it.
+                break
             replay[step] = ids
         admitted = [
             *(admit.id for admit, _ in recovery.accepted),

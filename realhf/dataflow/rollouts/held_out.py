@@ -5,8 +5,8 @@ evaluation trains nothing, and one that a killed run did not finish is played ag
 
 An evaluation begins right after a version is published. Every generation worker keeps ("pins") that
 version for it: in a second engine where it can have one, so that training continues; otherwise the
-next version is held back until the evaluation has finished, and training continues only as far as the
-staleness bound allows.
+next version is held back until the evaluation has finished, and training continues only as far as
+the staleness bound allows.
 
 The evaluation loop
   produces: a report, delivered to the master;

@@ -14,18 +14,20 @@ Each worker answers with digests of the tensors it holds. They must equal the di
 trainer's tensors; if not, ``on_wrong`` is called, which must end the run.
 
 The load task of a worker
-  produces: a worker with the newest version, and calls ``on_version`` when the lowest current version grows;
+  produces: a worker with the newest version, and calls ``on_version`` when the lowest current
+            version grows;
   waits for: the worker's answer to ``update_weights``;
   unblocked by: that answer, the worker's death, or the timeout of the call.
 ``publish``
   produces: a new manifest, and one load task for each worker;
   waits for: the loads of the previous version by the current workers, then the trainer;
-  unblocked by: the end of those loads, or the straggler timer, after which stragglers are no longer current.
+  unblocked by: the end of those loads, or the straggler timer, after which stragglers are no
+            longer current.
 
 With ``groups`` versions are sent by broadcast (``group_loads``). A worker that a broadcast does not
-reach takes part in another one; after ``GROUP_ATTEMPTS`` of them, or if its engine can take none, all
-versions go through the host's memory from then on. A worker that joins after the trainer has begun
-to change the version waits for the next one.
+reach takes part in another one; after ``GROUP_ATTEMPTS`` of them, or if its engine can take none,
+all versions go through the host's memory from then on. A worker that joins after the trainer has
+begun to change the version waits for the next one.
 """
 
 from __future__ import annotations
@@ -342,7 +344,8 @@ class WeightUpdates:
                 raise
             except RpcError as error:
                 if isinstance(error, RemoteError) and manifest is not self._manifest:
-                    continue  # the old version may have been withdrawn: only a failure of the newest counts
+                    # The old version may have been withdrawn: only a failure of the newest counts.
+                    continue
                 _log.error("%s did not load version %d: %s", worker, manifest.version, error)
                 raise
             self._versions[worker] = manifest.version

@@ -272,8 +272,8 @@ def test_a_server_that_does_not_serve_is_stopped_and_told_with_its_words(
 
 CPU = torch.device("cpu")
 HANDLE = (
-    torch.Tensor, torch.Size([64]), (1,), 0, torch.storage.UntypedStorage, torch.uint8, 0, b"\x00handle\xff", 64, 0,
-    False, b"counter", 3, b"event", True,
+    torch.Tensor, torch.Size([64]), (1,), 0, torch.storage.UntypedStorage, torch.uint8, 0,
+    b"\x00handle\xff", 64, 0, False, b"counter", 3, b"event", True,
 )  # fmt: skip
 
 
@@ -290,10 +290,10 @@ def test_a_handle_is_the_same_after_its_way_as_json() -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        "a "
-        "text", {"class": "Tensor"}, [{"class": "__import__"}], [{"class": ["Tensor"]}], [{"dtype": "save"}],
-        [{"dtype": "nn"}], [{"bytes": "no base64!"}], [{"bytes": "A" * 5000}], [{"sizes": ["1"]}], [{"sizes": 3}],
-        [{"class": "Tensor", "dtype": "uint8"}], [["nested"]], [1.5], ["text"], [0] * 33, [{"device": "cpu"}],
+        "a text", {"class": "Tensor"}, [{"class": "__import__"}], [{"class": ["Tensor"]}],
+        [{"dtype": "save"}], [{"dtype": "nn"}], [{"bytes": "no base64!"}], [{"bytes": "A" * 5000}],
+        [{"sizes": ["1"]}], [{"sizes": 3}], [{"class": "Tensor", "dtype": "uint8"}],
+        [["nested"]], [1.5], ["text"], [0] * 33, [{"device": "cpu"}],
     ],
 )  # fmt: skip
 def test_what_is_no_handle_is_refused(parts: Any) -> None:

@@ -1,6 +1,6 @@
-"""A server in a process of its own that stands in for vLLM's, with its transfer of weights over gloo
-instead of NCCL. Its workers have our own extension. What it has of vLLM's (fields, states, ranks,
-packs) is compared with vLLM's sources in ``tests/vllm/test_facts.py``.
+"""A server in a process of its own that stands in for vLLM's, with its transfer of weights over
+gloo instead of NCCL. Its workers have our own extension. What it has of vLLM's (fields, states,
+ranks, packs) is compared with vLLM's sources in ``tests/vllm/test_facts.py``.
 
 Like NCCL, a group does not notice that a rank has died, and one that was left takes nothing and
 reports no error.

@@ -138,7 +138,8 @@ class Run:
         self.wrong: list[WrongWeights] = []
         self.versions: list[int] = []
         self.left: set[str] = set()
-        self.groups = GroupLoads(self, "model_worker/0", timeout_s=LIMIT_S)  # type: ignore[arg-type]
+        caller: Any = self
+        self.groups = GroupLoads(caller, "model_worker/0", timeout_s=LIMIT_S)
         self.updates = WeightUpdates(
             self,  # type: ignore[arg-type]
             "model_worker/0",
