@@ -54,6 +54,8 @@ class ModelSize:
     """Width of all queries of a block."""
     keys: int
     """Width of all keys of a block."""
+    key_value_heads: int
+    """Number of heads of keys and values in the block with the most."""
     norms_queries: bool
     """Whether queries and keys are normalised."""
     vocabulary: int
@@ -293,6 +295,7 @@ def estimate_size(config: Mapping[str, Any]) -> ModelSize:
         key_values=sum(per_token for _, _, per_token in blocks),
         queries=max(block[0][0] for block, _, _ in blocks),
         keys=max(block[1][0] for block, _, _ in blocks),
+        key_value_heads=max(_count_key_value_heads(layer) for layer in layers),
         norms_queries=kind.startswith(_NORM_QUERIES),
         vocabulary=int(text["vocab_size"]),
         tied=bool(text.get("tie_word_embeddings", True)),
@@ -303,11 +306,17 @@ _NORM_QUERIES = ("qwen3", "gemma3", "olmo2")
 """Prefixes of the ``model_type`` of models that normalise queries and keys."""
 
 
+def _count_key_value_heads(layer: Mapping[str, Any]) -> int:
+    return int(
+        layer.get("num_key_value_heads") or layer.get("num_attention_heads") or layer["n_head"]
+    )
+
+
 def _block_shapes(layer: Mapping[str, Any], hidden: int) -> tuple[list[tuple[int, int]], int, int]:
     """Return (shapes of a layer's matrices, width of its feed-forward network, number of elements
     per token in its KV cache)."""
     heads = int(layer.get("num_attention_heads") or layer["n_head"])
-    kv_heads = int(layer.get("num_key_value_heads") or heads)
+    kv_heads = _count_key_value_heads(layer)
     head = int(layer.get("head_dim") or hidden // heads)
     experts = int(layer.get("num_local_experts") or layer.get("num_experts") or 1)
     inner = int(layer.get("intermediate_size") or layer.get("n_inner") or 4 * hidden)

@@ -181,8 +181,8 @@ def print_check(built: BuiltExperiment, arguments: Sequence[str] = ()) -> int:
         if model.optimizer is not None:
             adapters = f", adapters of rank {model.lora.rank}" if model.lora is not None else ""
             print(
-                f"trains: {model.role} with learning rate {model.optimizer.lr:g} in {model.dtype}, from "
-                f"{model.path}{adapters}"
+                f"trains: {model.role} with learning rate {model.optimizer.lr:g} in {model.dtype}, "
+                f"from {model.path}{adapters}"
             )
     for line in _describe_machine(built):
         print(line)

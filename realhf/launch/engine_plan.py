@@ -1,8 +1,8 @@
 """What the engines that sample take of the GPUs' memory in the plan of ``mode=check``.
 
-An engine gets a part of its GPU for keys and values, and episodes that do not fit wait. The plan has
-what it gets, by the same arithmetic as when it starts. A vLLM server reserves all of that at once,
-the embedded engine no more than its episodes need.
+An engine gets a part of its GPU for keys and values, and episodes that do not fit wait. The plan
+has what it gets, by the same arithmetic as when it starts. A vLLM server reserves all of that at
+once, the embedded engine no more than its episodes need.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from realhf.base.engine_memory import (
     describe_no_room,
     server_room,
 )
-from realhf.base.hf_config import weight_bytes
+from realhf.base.hf_config import ModelSize, weight_bytes
 from realhf.launch.allocation import (
     GIB,
     KEY_VALUES,
@@ -51,7 +51,7 @@ def plan_engines(
     not fit.
     """
     served = [*needs, *_plan_synchronous_servers(needs, spec, config)]
-    divided = [part for need in served for part in _divide(need, spec, gpus, machine)]
+    divided = [part for need in served for part in _divide(need, spec, config, gpus, machine)]
     rooms = {
         (need.process, need.role, need.device): _find_room(need, divided, spec, config, machine)
         for need in divided
@@ -86,18 +86,30 @@ def is_engine(need: MemoryNeed) -> bool:
 def _divide(
     need: MemoryNeed,
     spec: ExperimentSpec,
+    config: ExperimentConfig,
     gpus: Mapping[str, tuple[int, ...]],
     machine: Machine,
 ) -> Iterator[MemoryNeed]:
     """Yield the need of an engine on each of its GPUs, and any other need as it is."""
-    size = spec.models[need.role].engine.tensor_parallel_size
-    if not is_engine(need) or size == 1 or need.device is None:
+    model = spec.models[need.role]
+    count = model.engine.tensor_parallel_size
+    if not is_engine(need) or count == 1 or need.device is None:
         yield need
         return
+    size = find_model_size(model, config)
+    parts = need.bytes
+    if parts is not None and size is not None:
+        key_values = parts.get(KEY_VALUES, 0) // _count_key_value_parts(model, size)
+        parts = {part: value // count for part, value in parts.items()} | {KEY_VALUES: key_values}
     worker = need.process.removeprefix(_SERVER_OF)
-    for device in gpus.get(worker) or range(min(size, len(machine.gpus))):
-        parts = need.bytes and {part: value // size for part, value in need.bytes.items()}
+    for device in gpus.get(worker) or range(min(count, len(machine.gpus))):
         yield replace(need, device=device, bytes=parts)
+
+
+def _count_key_value_parts(model: ModelSpec, size: ModelSize) -> int:
+    """Return over how many GPUs a server divides the keys and values of a token. With more GPUs
+    than heads of them, vLLM keeps the same heads on several."""
+    return min(model.engine.tensor_parallel_size, size.key_value_heads)
 
 
 def _bound(
@@ -179,7 +191,7 @@ def _check_longest(need: MemoryNeed, model: ModelSpec, config: ExperimentConfig,
     size = find_model_size(model, config)
     if size is None or not _starts_server(model):
         return
-    longest = key_value_bytes(model, size, config, 1) // model.engine.tensor_parallel_size
+    longest = key_value_bytes(model, size, config, 1) // _count_key_value_parts(model, size)
     if longest > room:
         raise ConfigError(
             f"rollout.max_total_tokens={config.rollout.max_total_tokens}: keys and values of one "

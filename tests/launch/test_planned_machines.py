@@ -640,6 +640,31 @@ def test_what_a_server_reserves_counts(check: Check, options: str, needed: int, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("count", "parts"), [(1, 1), (2, 2), (4, 2)])
+def test_more_gpus_than_heads_of_keys_do_not_divide_them(
+    check: Check, tmp_path: Path, count: int, parts: int
+) -> None:
+    """Two heads of keys: from the third GPU on, vLLM has each of them twice."""
+    model = tmp_path / "two_heads"
+    model.mkdir()
+    for file in Path("models/smollm2_135m").iterdir():
+        (model / file.name).symlink_to(file.resolve())
+    shape = SMOLLM2 | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
+    (model / "config.json").unlink()
+    (model / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 4_000_000}))
+    tokens = 3_000_000
+    options = f"experiment=grpo_async env=countdown actor.path={model} rollout.max_turns=2"
+    plan = check(
+        "8xL4",
+        options,
+        f"rollout.max_total_tokens={tokens} engine.tensor_parallel_size={count}",
+    )
+    (line,) = (line for line in plan.said if "episode take" in line)
+    size = tokens * 30 * 2 * 2 * 128 * 2 / parts / 2**30
+    assert f"keys and values of one episode take {size:.3g} GiB" in line
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("machine", "share"), [("1xH100", 0.23), ("2xH100", 0.46)])
 def test_the_share_that_is_named_for_two_servers_fits(
     check: Check, machine: str, share: float
