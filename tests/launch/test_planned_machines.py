@@ -391,8 +391,8 @@ def test_usual_layouts_are_planned_as_the_page_says(check: Check, layout: Layout
             "1xH100",
             "experiment=grpo env=countdown actor.path=Qwen/Qwen3-4B engine.name=embedded",
             r"GPU 0 has 79.0 GiB free, and this run is estimated to take \S+, most of it for "
-            r"moments of actor \(30\): train adapters \(actor.lora.rank\); or divide it over several "
-            r"workers \(actor.backend=fsdp2 actor.workers=\[0,1\]\); or set "
+            r"moments of actor \(30\): train adapters \(actor.lora.rank\); or divide it over "
+            r"several workers \(actor.backend=fsdp2 actor.workers=\[0,1\]\); or set "
             "actor.optimizer.offload=true; or",
         ),
         (
