@@ -155,7 +155,7 @@ def test_a_check_says_which_engine_samples_and_who_gets_which_gpu(
     model.mkdir()
     (model / "config.json").write_text(json.dumps(described))
     layout = TWO_AND_TWO if gpus >= 4 else ()
-    arguments = ("experiment=grpo_aws_async", f"actor.path={model}", *layout)
+    arguments = ("experiment=grpo_aws_async", f"actor.path={model}", *layout, "mode=check")
     assert print_check(build_experiment(composed_for(gpus, *arguments))) == 0
     lines = capsys.readouterr().out.splitlines()
     expected = {

@@ -625,8 +625,8 @@ def test_an_engine_is_planned_with_what_it_gets(check: Check) -> None:
         (
             f"{ASYNC} async_rl.n_generation_workers=2 engine.gpu_memory_utilization=0.5",
             95,
-            ": lower engine.gpu_memory_utilization (vLLM takes 39.8 GiB); or start fewer generation "
-            "workers (async_rl.n_generation_workers); or generate on a GPU without a trainer",
+            ": lower engine.gpu_memory_utilization (vLLM takes 39.8 GiB); or start fewer "
+            "generation workers (async_rl.n_generation_workers); or generate on a GPU without a ",
         ),
     ],
 )
