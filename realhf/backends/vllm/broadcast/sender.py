@@ -21,7 +21,6 @@ from realhf.backends.vllm.broadcast.payloads import (
     describe_tensors,
     fill_pack,
 )
-from realhf.base.loopback import LOOPBACK_INTERFACE
 
 _log = logging.getLogger(__name__)
 _STOP_S = 10.0
@@ -30,9 +29,7 @@ MakeGroup = Callable[[torch.device], tuple[Group, bytes]]
 """Makes the trainer's end of a new group, and the unique id with which the others join."""
 
 
-def make_nccl_group(
-    device: torch.device, interface: str = LOOPBACK_INTERFACE
-) -> tuple[Group, bytes]:
+def make_nccl_group(device: torch.device, interface: str = "lo") -> tuple[Group, bytes]:
     """See ``MakeGroup``. The ranks meet at the network interface ``interface``. Raises
     BroadcastError if this process has no NCCL."""
     if problem := find_nccl_problem():
