@@ -210,6 +210,8 @@ def test_a_forked_child_has_a_clock_of_its_own():
 
 COUNTS_PAUSES = {
     "realhf/aws/simulator/lambda_broker.py": "a process that forks has no thread for a clock",
+    "realhf/backends/vllm/broadcast/nccl.py": "the servers, whose clocks count pauses, leave then",
+    "realhf/backends/vllm/broadcast/sender.py": "the servers, whose clocks count pauses, leave then",
     "realhf/backends/vllm/guard.py": "ends a server whose owner is gone",
     "realhf/env/containment/container_stage.py": "runs in a container, without a thread for a clock",
     "realhf/env/check/demonstrations.py": "counts the threads of an environment",
