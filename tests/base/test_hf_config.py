@@ -111,6 +111,7 @@ def test_windows_that_differ_are_not_taken_for_one() -> None:
         sliding_window(config)
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_a_known_architecture_with_layers_of_its_own_generates_through_transformers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

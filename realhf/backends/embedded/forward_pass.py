@@ -251,6 +251,7 @@ def _find_unsupported(model: Any) -> str | None:
     return None
 
 
+@torch.no_grad()
 def _measure_difference(model: Any) -> float:
     """Return the relative difference between the decoder's and the model's logits on a test
     sequence, which is fed first as a piece and then token by token."""
