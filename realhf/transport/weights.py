@@ -606,15 +606,10 @@ class WeightPublisher:
         medium is full. Nothing is published then.
         """
         announced = self._announced is not None and self._announced.version == self._last
-        if version < self._last + (not trial and not announced):
-            raise ValueError(f"weights version {version} after version {self._last}")
-        latest = self.latest if trial else None
-        known = (
-            {slot.name: slot.digest for slot in latest.slots if slot.name not in changed}
-            if latest
-            else {}
+        repeats = trial > 0 or announced
+        slots, nbytes = self._lay_out(
+            version, tensors, repeats, self.latest if trial else None, changed
         )
-        slots, nbytes = compute_layout(tensors, known)
         published = self._store(version, tensors, slots, nbytes)
         manifest = WeightsManifest(
             version, self._medium, published.location, nbytes, published.checksum, slots, trial
@@ -637,20 +632,31 @@ class WeightPublisher:
         """Describe tensors as medium ``nccl`` without copying them: the trainer's GPU sends them by
         itself. Versions that were published before are retired. Arguments and errors are those of
         ``publish``."""
-        if version < self._last + (not trial):
-            raise ValueError(f"weights version {version} after version {self._last}")
-        known = {
-            slot.name: slot.digest
-            for slot in (self._announced.slots if trial and self._announced else ())
-            if slot.name not in changed
-        }
-        slots, nbytes = compute_layout(tensors, known)
+        before = self._announced if trial else None
+        slots, nbytes = self._lay_out(version, tensors, trial > 0, before, changed)
         for old in list(self._versions):
             self.retire(old)
         self._last = version
         digest = joint_digest({slot.name: slot.digest for slot in slots})
         self._announced = WeightsManifest(version, "nccl", "", nbytes, digest, slots, trial)
         return self._announced
+
+    def _lay_out(
+        self,
+        version: int,
+        tensors: Mapping[str, Tensor],
+        repeats: bool,
+        before: WeightsManifest | None,
+        changed: Collection[str],
+    ) -> tuple[tuple[TensorSlot, ...], int]:
+        """Return where the tensors of a version stand and their size in bytes. Digests of tensors
+        that are not ``changed`` since ``before`` are taken from there. Raises ValueError if the
+        version is not above the last one, or below it if it ``repeats`` that."""
+        if version < self._last + (not repeats):
+            raise ValueError(f"weights version {version} after version {self._last}")
+        slots = before.slots if before is not None else ()
+        known = {slot.name: slot.digest for slot in slots if slot.name not in changed}
+        return compute_layout(tensors, known)
 
     def _store(
         self,
