@@ -46,15 +46,15 @@ _POLL_S = 0.01
 """Seconds between two looks whether they have."""
 
 
-class GroupError(RpcError):
+class GroupLoadError(RpcError):
     """Error: a broadcast did not reach a worker, which takes the next one."""
 
 
-class NoGroup(GroupError):
+class NoGroup(GroupLoadError):
     """Error: a worker cannot take part in broadcasts at all."""
 
 
-class NotOffered(GroupError):
+class NotOffered(GroupLoadError):
     """Error: the trainer does not have the version any more."""
 
 
@@ -100,7 +100,7 @@ class GroupLoads:
         self._lives[worker] += 1
 
     async def load(self, worker: str, manifest: WeightsManifest) -> UpdateWeightsAnswer:
-        """Have a worker load a version by a broadcast. Raises GroupError, and RpcError if the
+        """Have a worker load a version by a broadcast. Raises GroupLoadError, and RpcError if the
         worker has died or does not answer."""
         self._placing += 1
         try:
@@ -148,11 +148,11 @@ class GroupLoads:
                 # An error here must not keep the other versions waiting for ever.
                 _log.exception("a broadcast of weights failed")
                 await self._stop(present[0].worker)
-                _fail(loads, GroupError(f"a broadcast failed: {type(error).__name__}: {error}"))
+                _fail(loads, GroupLoadError(f"a broadcast failed: {type(error).__name__}: {error}"))
             finally:
                 for load in loads:
                     if not load.done.done():
-                        load.done.set_exception(GroupError(f"{load.worker} has left the group"))
+                        load.done.set_exception(GroupLoadError(f"{load.worker} has left the group"))
 
     async def _wait_for_places(self) -> None:
         """Let all loads of a version begin, but do not wait long for a worker that does not
@@ -180,7 +180,7 @@ class GroupLoads:
                 self._caller, self._trainer, START_BROADCAST, request, timeout_s=self._timeout_s
             )
         except RpcError as error:
-            _fail(loads, GroupError(f"the trainer could not start to send weights: {error}"))
+            _fail(loads, GroupLoadError(f"the trainer could not start to send weights: {error}"))
             return
         if not start.offered:
             text = f"the trainer has begun to change version {manifest.version}"
@@ -194,7 +194,7 @@ class GroupLoads:
         if gone:
             # The others would wait for a rank that never comes, and could not be called back.
             await self._stop(gone[0])
-            _fail(loads, GroupError(f"{gone[0]} left before the group was formed"))
+            _fail(loads, GroupLoadError(f"{gone[0]} left before the group was formed"))
             return
         self.groups_formed += bool(start.unique_id)
         calls: dict[asyncio.Task[UpdateWeightsAnswer], _Load] = {}
@@ -243,7 +243,7 @@ class GroupLoads:
         _log.warning("a broadcast of weights did not reach %s%s; the group ends", worker, cause)
 
 
-def _fail(loads: list[_Load], error: GroupError) -> None:
+def _fail(loads: list[_Load], error: GroupLoadError) -> None:
     for load in loads:
         if not load.done.done():
             load.done.set_exception(error)
@@ -257,7 +257,7 @@ def _settle(load: _Load, call: asyncio.Task[UpdateWeightsAnswer]) -> bool:
             load.done.set_result(call.result())
         return False
     if isinstance(error, RemoteError) and error.kind == "BroadcastError":
-        error = GroupError(f"{load.worker}: {error.message}")
+        error = GroupLoadError(f"{load.worker}: {error.message}")
     if not load.done.done():
         load.done.set_exception(error)
     return True

@@ -54,7 +54,7 @@ from realhf.api.generation import WeightsManifest
 from realhf.base import process_clock
 from realhf.dataflow.rollouts.group_loads import (
     GROUP_MEDIUM,
-    GroupError,
+    GroupLoadError,
     GroupLoads,
     NoGroup,
     NotOffered,
@@ -297,7 +297,7 @@ class WeightUpdates:
         error = task.exception()
         if isinstance(error, WrongWeights):
             self._on_wrong(error)
-        elif isinstance(error, GroupError):
+        elif isinstance(error, GroupLoadError):
             self._on_group_failed(worker, error)
         elif isinstance(error, Exception):
             self._on_failed(worker, error)
@@ -306,7 +306,7 @@ class WeightUpdates:
             # still saw a load.
             self._start_load(worker)
 
-    def _on_group_failed(self, worker: str, error: GroupError) -> None:
+    def _on_group_failed(self, worker: str, error: GroupLoadError) -> None:
         """Leave a worker without the newest version, which broadcasts did not bring, until the next
         one is published; publish by another medium if it was not only too late."""
         if self._manifest is not None and self._manifest.medium != GROUP_MEDIUM:
@@ -338,7 +338,7 @@ class WeightUpdates:
         while (manifest := self._manifest) is not None and self._is_stale(worker):
             try:
                 await self._load(worker, manifest)
-            except GroupError:
+            except GroupLoadError:
                 if manifest is not self._manifest:
                     continue
                 raise
@@ -376,8 +376,8 @@ class WeightUpdates:
 
     async def _load_in_group(self, worker: str, manifest: WeightsManifest) -> UpdateWeightsAnswer:
         """Have a worker load a version by a broadcast, or by another one if that fails. Raises
-        GroupError, and RpcError if the worker itself fails."""
-        failed: GroupError | None = None
+        GroupLoadError, and RpcError if the worker itself fails."""
+        failed: GroupLoadError | None = None
         for _ in range(GROUP_ATTEMPTS):
             if self._groups is None or not self._uses_groups:
                 break
@@ -385,10 +385,10 @@ class WeightUpdates:
                 return await self._groups.load(worker, manifest)
             except (NoGroup, NotOffered):
                 raise
-            except GroupError as error:
+            except GroupLoadError as error:
                 failed = error
                 _log.warning("%s takes part in another broadcast: %s", worker, error)
-        raise failed or GroupError("broadcasts of weights were given up")
+        raise failed or GroupLoadError("broadcasts of weights were given up")
 
     def _start_straggler_timer(self) -> None:
         """Start the time limit for the other workers, once one of them has loaded the newest

@@ -17,7 +17,7 @@ from realhf.api.calls import (
 )
 from realhf.api.generation import WeightsManifest
 from realhf.base.messages import to_payload
-from realhf.dataflow.rollouts.group_loads import GroupError, GroupLoads, NoGroup, NotOffered
+from realhf.dataflow.rollouts.group_loads import GroupLoadError, GroupLoads, NoGroup, NotOffered
 from realhf.transport.errors import RemoteError, WorkerDied
 
 MANIFEST = WeightsManifest(3, "nccl", "", 5_000_000_000, "")
@@ -142,7 +142,7 @@ async def test_the_trainer_ends_a_group_of_which_one_fails(error: Exception, kep
     groups = GroupLoads(caller, "model_worker/0", timeout_s=10.0)  # type: ignore[arg-type]
     answer, failed = await load(groups, "generation/0", "generation/1")
     assert isinstance(answer, UpdateWeightsAnswer) and caller.stops == 1
-    assert isinstance(failed, GroupError) == kept, "only that one is tried again"
+    assert isinstance(failed, GroupLoadError) == kept, "only that one is tried again"
     assert kept or failed is error
     caller.seats.clear()
     caller.errors.clear()
@@ -157,7 +157,7 @@ async def test_one_that_leaves_while_the_trainer_starts_costs_the_others_nothing
     groups = GroupLoads(caller, "model_worker/0", timeout_s=10.0)  # type: ignore[arg-type]
     caller.on_start = lambda: groups.forget("generation/1")
     answers = await load(groups, *caller.ranks)
-    assert [type(answer) for answer in answers] == [GroupError] * 3
+    assert [type(answer) for answer in answers] == [GroupLoadError] * 3
     assert str(answers[0]) == "generation/1 left before the group was formed"
     assert caller.stops == 1 and not caller.seats and groups.groups_formed == 0
     caller.on_start = lambda: None
@@ -173,7 +173,7 @@ async def test_an_error_of_ours_ends_one_round_only(caplog: pytest.LogCaptureFix
     (failed,), (answer,) = await asyncio.gather(
         load(groups, "generation/0", manifest=broken), load(groups, "generation/1")
     )
-    assert isinstance(failed, GroupError) and "TypeError" in str(failed)
+    assert isinstance(failed, GroupLoadError) and "TypeError" in str(failed)
     assert isinstance(answer, UpdateWeightsAnswer) and caller.stops == 1
     assert "a broadcast of weights failed" in caplog.text
 
@@ -205,6 +205,6 @@ async def test_an_end_leaves_no_call_running() -> None:
         await asyncio.sleep(0.001)
     await groups.close()
     (first,), (second,) = await loads
-    assert isinstance(first, GroupError) and isinstance(second, asyncio.CancelledError)
+    assert isinstance(first, GroupLoadError) and isinstance(second, asyncio.CancelledError)
     await asyncio.sleep(0)
     assert caller.ended == ["generation/0"]

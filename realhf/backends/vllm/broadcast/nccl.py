@@ -30,7 +30,7 @@ _CONFIG_VERSION = 21400
 """Version 2.14 of the configuration of a group, which newer libraries read as well."""
 
 
-class Group(Protocol):
+class BroadcastGroup(Protocol):
     """The trainer's end of a group. ``abort`` may be called from any thread."""
 
     def join(self, world_size: int, deadline: float) -> None:

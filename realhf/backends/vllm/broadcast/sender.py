@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from realhf.backends.vllm.broadcast.nccl import Group, NcclGroup, find_nccl_problem
+from realhf.backends.vllm.broadcast.nccl import BroadcastGroup, NcclGroup, find_nccl_problem
 from realhf.backends.vllm.broadcast.payloads import (
     PACK_BYTES,
     BroadcastError,
@@ -25,11 +25,11 @@ from realhf.backends.vllm.broadcast.payloads import (
 _log = logging.getLogger(__name__)
 _STOP_S = 10.0
 """Seconds that a broadcast has to end after its group was aborted."""
-MakeGroup = Callable[[torch.device], tuple[Group, bytes]]
+MakeGroup = Callable[[torch.device], tuple[BroadcastGroup, bytes]]
 """Makes the trainer's end of a new group, and the unique id with which the others join."""
 
 
-def make_nccl_group(device: torch.device, interface: str = "lo") -> tuple[Group, bytes]:
+def make_nccl_group(device: torch.device, interface: str = "lo") -> tuple[BroadcastGroup, bytes]:
     """See ``MakeGroup``. The ranks meet at the network interface ``interface``. Raises
     BroadcastError if this process has no NCCL."""
     if problem := find_nccl_problem():
@@ -70,7 +70,7 @@ class _OpenGroup:
 
     members: tuple[str, ...]
     """Its servers, in the order of their ranks."""
-    end: Group
+    end: BroadcastGroup
     """Rank 0."""
     joined: bool = field(default=False)
     """Whether all ranks have joined."""

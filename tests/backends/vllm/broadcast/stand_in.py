@@ -88,7 +88,7 @@ def _connect(unique_id: bytes) -> Store:
 
 
 class GlooEnd:
-    """``Group`` over gloo; see ``realhf.backends.vllm.broadcast.nccl``."""
+    """``BroadcastGroup`` over gloo; see ``realhf.backends.vllm.broadcast.nccl``."""
 
     def __init__(self) -> None:
         self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=LONG)
