@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from realhf.base.hf_config import MEMORY_PARTS
 from realhf.launch.__main__ import main
 from realhf.scheduler.gpus import visible_gpus
 
@@ -50,26 +51,14 @@ def arguments(tmp_path: Path) -> list[str]:
     return [f"actor.path={folder}", f"fileroot={runs}", "mode=check", "trace=true"]
 
 
-PARTS = [
-    "weights",
-    "masters",
-    "gradients",
-    "moments",
-    "activations",
-    "logits",
-    "merged",
-    "keys, values",
-]
-
-
 def table_of(printed: str) -> dict[str, dict[str, float]]:
     """The table of a trace: GiB by call and by part of the memory."""
     lines = iter(printed.partition("\ntrace: ")[2].splitlines()[1:])
-    assert re.split(r"\s{2,}", next(lines).strip()) == [*PARTS, "in all"]
+    assert re.split(r"\s{2,}", next(lines).strip()) == [*MEMORY_PARTS, "in all"]
     rows: dict[str, dict[str, float]] = {}
     for line in lines:
         name, *cells = line.split()
-        rows[name] = dict(zip([*PARTS, "in all"], map(float, cells), strict=True))
+        rows[name] = dict(zip([*MEMORY_PARTS, "in all"], map(float, cells), strict=True))
         if name == "plan":
             return rows
     raise AssertionError(printed)
@@ -99,7 +88,7 @@ def test_a_step_is_traced_by_what_holds_the_memory(
     assert rows.keys() == {"actor_gen", "ref_inf", "actor_train", "plan"}
     train = rows["actor_train"]
     for row in rows.values():
-        assert sum(row[part] for part in PARTS) == pytest.approx(row["in all"], abs=0.04)
+        assert sum(row[part] for part in MEMORY_PARTS) == pytest.approx(row["in all"], abs=0.04)
     trained = 4 * sum(MATRIX_SIDES) if lora else PARAMETERS
     base = PARAMETERS if lora else 2 * PARAMETERS  # the reference has weights of its own
     assert train["weights"] == near(base, 2)

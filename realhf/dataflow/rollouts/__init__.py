@@ -1,17 +1,17 @@
 """Asynchronous rollouts, master side: samples are played while the trainer trains.
 
-    ┌──────────────────────────────────────── master ──────────────────────────────────────────┐
-    │  data source ─► SampleQueue ─► RolloutControl ─► StragglerGate ─► StreamLoader ─► step k │
-    │                                 │    ▲    ▲                                         │    │
-    │       admitted and not trained  │    │    │ v: the lowest version of all listed     │    │
-    │           <= (eta + v + 1) * B  │    │    │    generation workers                   │    │
-    └─────────────────────────────────┼────┼────┼─────────────────────────────────────────┼────┘
-                             1. lease │    │    └── 5. WeightUpdates ◄────────────────┐    │ 4. calls
-                                      ▼    │ 3. arrived (on disk: ack)                │    ▼
-    env server ◄── commands ── rollout worker ── 2. finished sample ──► stream ──► model worker
-                                  │      ▲                          (payload log)      │
-                           prefix ▼      │ tokens                                       │ version k + 1
-                           generation worker ◄──────────── between two tokens ◄────────┘
+  ┌──────────────────────────────────────── master ──────────────────────────────────────────┐
+  │  data source ─► SampleQueue ─► RolloutControl ─► StragglerGate ─► StreamLoader ─► step k │
+  │                                 │    ▲    ▲                                         │    │
+  │       admitted and not trained  │    │    │ v: the lowest version of all listed     │    │
+  │           <= (eta + v + 1) * B  │    │    │    generation workers                   │    │
+  └─────────────────────────────────┼────┼────┼─────────────────────────────────────────┼────┘
+                           1. lease │    │    └── 5. WeightUpdates ◄────────────────┐    │ 4. calls
+                                    ▼    │ 3. arrived (on disk: ack)                │    ▼
+  env server ◄── commands ── rollout worker ── 2. finished sample ──► stream ──► model worker
+                                │      ▲                          (payload log)      │
+                         prefix ▼      │ tokens                                       │ version k+1
+                         generation worker ◄──────────── between two tokens ◄────────┘
 
 ``eta`` is ``async_rl.max_head_offpolicyness``, ``B`` the number of samples of a step.
 
