@@ -6,6 +6,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.skipif(
 TRAINER = """
 import importlib.util
 import sys
+import time
 from types import ModuleType, SimpleNamespace
 
 # The package and its configuration import torch, which its client of the API does not need.
@@ -92,12 +94,13 @@ def on_port_8000() -> Iterator[str]:
         ]
         with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
             try:
-                for _ in range(200):
+                for _ in range(600):  # a refused connection answers at once
                     try:
                         httpx.get("http://127.0.0.1:8000/readyz").raise_for_status()
                         break
                     except httpx.HTTPError:
                         assert server.poll() is None, "port 8000 is taken"
+                        time.sleep(0.1)
                 yield "http://127.0.0.1:8000"
             finally:
                 server.terminate()

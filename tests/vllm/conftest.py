@@ -104,7 +104,7 @@ def serving(folder: Path, log: Path, *arguments: str) -> Iterator[VllmServer]:
         server.stop()
 
 
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 PROMPT = [5, 9, 200, 41, 77, 130, 12, 300, 8, 33]
 LONG = GenConfig(max_new_tokens=1600)
 """Enough to be in play while weights are replaced twice, which may take two seconds each on a busy
