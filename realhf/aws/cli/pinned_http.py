@@ -19,6 +19,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -31,6 +32,11 @@ from realhf.aws.cli.policy import REGION, Refuse
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """Maximum size of a message body, in bytes."""
 _TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+_KEPT_FIELDS = 512
+"""Number of header fields, read or written last, that are not checked again. Most requests and
+answers have the same ones."""
+_KEPT_FIELD_BYTES = 256
+"""Maximum length of such a field, in bytes."""
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _TARGET = re.compile(rb"/(?:[A-Za-z0-9\-._~!$&'()*+,;=:@/?]|%[0-9A-Fa-f]{2})*")
 _HOST = re.compile(rb"(?:[A-Za-z0-9.\-_]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
@@ -104,15 +110,39 @@ def parse_request_head(head: bytes) -> RequestHead:
 
 def parse_fields(lines: Iterable[bytes]) -> tuple[tuple[bytes, bytes], ...]:
     """Parse header lines, given without their line ends, to (name, value) pairs. Raises BadHttp."""
-    fields = []
-    for line in lines:
-        name, colon, value = line.partition(b":")
-        if not colon:
-            raise BadHttp("a header line has no colon")
-        value = value.strip(b" \t")
-        check_field(name, value)
-        fields.append((name.lower(), value))
-    return tuple(fields)
+    return tuple(
+        _parse_known_field(line) if len(line) <= _KEPT_FIELD_BYTES else _parse_field(line)
+        for line in lines
+    )
+
+
+def _parse_field(line: bytes) -> tuple[bytes, bytes]:
+    """Return (name in lower case, value) of a header line. Raises BadHttp."""
+    name, colon, value = line.partition(b":")
+    if not colon:
+        raise BadHttp("a header line has no colon")
+    value = value.strip(b" \t")
+    check_field(name, value)
+    return name.lower(), value
+
+
+_parse_known_field = lru_cache(_KEPT_FIELDS)(_parse_field)
+
+
+def write_field(name: bytes, value: bytes) -> bytes:
+    """Return a header field as a line with its end. Raises BadHttp."""
+    if len(name) + len(value) <= _KEPT_FIELD_BYTES:
+        return _write_known_field(name, value)
+    return _write_field(name, value)
+
+
+def _write_field(name: bytes, value: bytes) -> bytes:
+    """See ``write_field``."""
+    check_field(name, value)
+    return name + b": " + value + b"\r\n"
+
+
+_write_known_field = lru_cache(_KEPT_FIELDS)(_write_field)
 
 
 def body_length(fields: tuple[tuple[bytes, bytes], ...]) -> int | None:
@@ -243,8 +273,7 @@ class PinnedConnection:
                 if name.lower() not in _DROPPED_HEADERS:
                     raw_name = _as_bytes(name, "ascii")
                     raw = _as_bytes(value, "utf-8")
-                    check_field(raw_name, raw)
-                    lines.append(raw_name + b": " + raw + b"\r\n")
+                    lines.append(write_field(raw_name, raw))
         except UnicodeEncodeError:
             self._refuse("malformed", "a header name is not ASCII, or its value is not Unicode")
         except BadHttp as error:

@@ -17,12 +17,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import marshal
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache, wraps
+from operator import is_, itemgetter
 from typing import Any
 
 DRAWN = "\ue000"
@@ -48,6 +51,11 @@ _MAX_RUN_LENGTH = 4096
 discards the cache of absent endings."""
 _MAX_NAME_LENGTH = 256
 """Maximum length of a text for which the quick test by word endings is made, in characters."""
+_MAX_LOOKUPS = 4096
+"""Maximum number of pieces that are known not to be generated. Each of them is searched in every new
+text."""
+_MAX_KEPT_BYTES = 16 << 10
+"""Maximum size of a record, as ``marshal`` writes it, that is kept from one report to the next."""
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 _STORES = frozenset({"AccountScopedDict", "AccountRegionScopedDict"})
 """Class names of MiniStack's stores."""
@@ -109,14 +117,22 @@ class TooLarge(Exception):
     """The account exceeds the limits of a report."""
 
 
+_TOO_LARGE = f"an account of more than {MAX_LEAVES} parts, or deeper than {_MAX_DEPTH}"
+"""Message of the error about such an account."""
+
+
 class Draws:
     """The texts (ids, suffixes, secrets) that the simulator has generated since the last reset."""
 
     def __init__(self) -> None:
+        self.epoch = 0
+        """Number that changes at each ``refresh`` after which ``mark`` may answer otherwise than
+        before about a text that it has been asked about."""
         self.clear()
 
     def clear(self) -> None:
         """Discard all recorded texts and the caches about them."""
+        self.epoch += 1
         self._texts: list[str] = []
         """The recorded texts. After ``refresh`` the indexed ones are a single text, the first."""
         self._size = 0
@@ -129,6 +145,9 @@ class Draws:
         """Whether a piece occurs in ``_index``, by the piece."""
         self._absent_endings: set[str] = set()
         """Cache of word endings that occur in no generated text."""
+        self._marked_endings: set[str] | None = set()
+        """Word endings of the texts that ``mark`` was given since ``begin_record``; None if one of
+        them may contain a generated part."""
 
     def add(self, *texts: str) -> None:
         """Record generated texts."""
@@ -137,6 +156,11 @@ class Draws:
         if self._size > _KEPT_DRAWS:  # so much text is data, not names: drop the older half
             self._texts = [*self._texts[len(self._texts) // 2 :]]
             self._size = self._size // 2
+            # The oldest one left is not among the new texts of the next ``refresh``.
+            self._lookup_cache = {
+                piece: True for piece, drawn in self._lookup_cache.items() if drawn
+            }
+            self.epoch += 1
 
     def add_letter(self, letter: str) -> None:
         """Record one character of a text that is generated character by character."""
@@ -149,17 +173,40 @@ class Draws:
         """Index the texts recorded since the last call. Call it before ``mark``."""
         if len(self._texts) > bool(self._index) or self._unfinished:
             new = "\n".join([*self._texts[bool(self._index) :], self._unfinished])
-            self._absent_endings = (
-                {end for end in self._absent_endings if end not in new}
-                if len(new) < _MAX_RUN_LENGTH
-                else set()
-            )
+            self._update_caches(new)
             self._index = "\n".join([*self._texts, self._unfinished])
             self._texts = [self._index]
             self._unfinished = ""
-            self._lookup_cache = {
-                piece: True for piece, drawn in self._lookup_cache.items() if drawn
-            }
+
+    def _update_caches(self, new: str) -> None:
+        """Drop from the caches what the text ``new`` makes wrong. If that is anything, answers of
+        ``mark`` may change, so a new epoch begins."""
+        absent = [piece for piece, drawn in self._lookup_cache.items() if not drawn]
+        is_searchable = len(new) < _MAX_RUN_LENGTH and len(absent) <= _MAX_LOOKUPS
+        found = [piece for piece in absent if not is_searchable or piece in new]
+        ends = {end for end in self._absent_endings if not is_searchable or end in new}
+        for piece in found:
+            del self._lookup_cache[piece]
+        self._absent_endings -= ends
+        self.epoch += bool(found or ends or not is_searchable)
+
+    def lacks(self, ends: frozenset[str]) -> bool:
+        """Return whether none of these word endings occurs in a generated text."""
+        if ends <= self._absent_endings:
+            return True
+        self._absent_endings.update(
+            end for end in ends - self._absent_endings if end not in self._index
+        )
+        return ends <= self._absent_endings
+
+    def begin_record(self) -> None:
+        """Begin to collect the word endings of the texts that ``mark`` is given."""
+        self._marked_endings = set()
+
+    def end_record(self) -> frozenset[str] | None:
+        """Return the word endings since ``begin_record``, or None if a text may have been marked.
+        As long as ``lacks`` is true of them, the texts stay as they are."""
+        return None if self._marked_endings is None else frozenset(self._marked_endings)
 
     def mark(self, text: str) -> str:
         """Return a text with marks around all of its generated parts."""
@@ -167,11 +214,11 @@ class Draws:
             text = text.replace(DRAWN, "?").replace(END_DRAWN, "?")
         if len(text) <= _MAX_NAME_LENGTH:
             ends = _word_endings(text)
-            self._absent_endings.update(
-                end for end in ends - self._absent_endings if end not in self._index
-            )
-            if ends <= self._absent_endings:
+            if self.lacks(ends):
+                if self._marked_endings is not None:
+                    self._marked_endings |= ends
                 return text
+        self._marked_endings = None
         return _PIECE.sub(self._mark_piece, text)
 
     def _mark_piece(self, match: re.Match[str]) -> str:
@@ -212,6 +259,52 @@ def _word_endings(text: str) -> frozenset[str]:
     return frozenset(word[-_MIN_DRAW_LENGTH:] for word in words)
 
 
+@dataclass(frozen=True, slots=True)
+class _KeptRecord:
+    """A record as it was reported last."""
+
+    content: bytes | None
+    """What it was made from, as ``marshal`` writes it; None if ``marshal`` cannot write it or it is
+    too long to be kept."""
+    serial: int
+    """Its serial number."""
+    epoch: int
+    """``Draws.epoch`` at that time."""
+    endings: frozenset[str] | None
+    """The word endings of its texts, if it contains nothing that was generated; otherwise None."""
+    leaves: int
+    """Number of its values."""
+    text: str
+    """The record as JSON."""
+
+    def describes(self, content: bytes | None, serial: int, draws: Draws) -> bool:
+        """Return whether the record would be the same again."""
+        return (
+            content is not None
+            and self.content == content
+            and self.serial == serial
+            and (
+                self.epoch == draws.epoch
+                or (self.endings is not None and draws.lacks(self.endings))
+            )
+        )
+
+
+def _written(value: Any) -> bytes | None:
+    """Return plain data as bytes, or None if it is not plain or is too long to be kept. Equal bytes
+    mean equal data, of the same types and in the same order."""
+    try:
+        content = marshal.dumps(value, _WITHOUT_REFERENCES)
+    except (ValueError, MemoryError):
+        return None
+    return content if len(content) <= _MAX_KEPT_BYTES else None
+
+
+_WITHOUT_REFERENCES = 2
+"""The last version of ``marshal``'s format whose bytes depend on the data alone. Later ones also
+write which of its parts are the same object."""
+
+
 class AccountState:
     """Reader of the account in MiniStack's stores.
 
@@ -225,6 +318,8 @@ class AccountState:
         self._stores: list[tuple[str, str, Any]] = []
         self._deleted: Counter[tuple[int, Any]] = Counter()
         """Number of deletions, by (id of the store object, scoped name)."""
+        self._kept: dict[tuple[int, Any], _KeptRecord] = {}
+        """The records of the last report, by (id of the store object, scoped name)."""
 
     def watch(self, store: type) -> None:
         """Wrap the methods of a store class that delete records, so that deletions are counted."""
@@ -265,26 +360,41 @@ class AccountState:
 
     def report(self) -> list[str]:
         """Return the account's records, each as JSON: [module, store, region, key, serial, value].
-        Raises TooLarge."""
+        Raises TooLarge.
+
+        A record that is as it was in the last report is not written again. Whether it is shows a
+        comparison of its whole content, which ``marshal`` writes much faster than a record is made:
+        services change their records in place, so nothing tells that one has changed.
+        """
         self._find_stores()
         self._draws.refresh()
         exporter = StateExporter(self._draws.mark)
+        kept: dict[tuple[int, Any], _KeptRecord] = {}
         records = []
         for module, store, contents in self._stores:
             for scoped, value in list(contents._data.items()) if contents._data else ():
                 if module == "elasticache" and str(scoped[-1]).startswith(_OF_AWS):
                     continue
-                region = scoped[1] if len(scoped) == 3 else ""
-                serial = self._deleted[id(contents), scoped]
-                record = [
-                    module,
-                    store,
-                    region,
-                    exporter.key(scoped[-1]),
-                    serial,
-                    exporter.export(value),
-                ]
-                records.append(_ENCODE(record))
+                place = (id(contents), scoped)
+                serial = self._deleted[place]
+                content = _written(value)
+                known = self._kept.get(place)
+                if known is not None and known.describes(content, serial, self._draws):
+                    exporter.count(known.leaves)
+                else:
+                    region = scoped[1] if len(scoped) == 3 else ""
+                    before = exporter.leaves_left
+                    self._draws.begin_record()
+                    key = exporter.key(scoped[-1])
+                    record = [module, store, region, key, serial, exporter.export(value)]
+                    leaves = before - exporter.leaves_left
+                    epoch = self._draws.epoch
+                    endings = self._draws.end_record()
+                    known = _KeptRecord(content, serial, epoch, endings, leaves, _ENCODE(record))
+                if content is not None:
+                    kept[place] = known
+                records.append(known.text)
+        self._kept = kept
         return records
 
     def _find_stores(self) -> None:
@@ -313,7 +423,14 @@ class StateExporter:
 
     def __init__(self, mark: Callable[[str], str]) -> None:
         self._mark = mark
-        self._leaves_left = MAX_LEAVES
+        self.leaves_left = MAX_LEAVES
+        """Number of values that may still be exported."""
+
+    def count(self, leaves: int) -> None:
+        """Count values that were exported earlier. Raises TooLarge."""
+        self.leaves_left -= leaves
+        if self.leaves_left < 0:
+            raise TooLarge(_TOO_LARGE)
 
     def key(self, key: Any) -> str:
         """Return a key of a store or a mapping as a string."""
@@ -329,11 +446,9 @@ class StateExporter:
             return (
                 hex(value) if isinstance(value, int) and value.bit_length() > _MAX_BITS else value
             )
-        self._leaves_left -= 1
-        if self._leaves_left < 0 or depth > _MAX_DEPTH:
-            raise TooLarge(
-                f"an account of more than {MAX_LEAVES} parts, or deeper than {_MAX_DEPTH}"
-            )
+        self.leaves_left -= 1
+        if self.leaves_left < 0 or depth > _MAX_DEPTH:
+            raise TooLarge(_TOO_LARGE)
         if isinstance(value, str):
             return (
                 self._mark(value)
@@ -382,6 +497,14 @@ class ModuleSwitches:
         self._initial: dict[str, dict[str, Any]] = {}
         for module, name, value in _find_settings():
             self._initial.setdefault(module, {})[name] = value
+        self._takers = {
+            # a name that is given twice, because of a single one the result would be no tuple
+            module: (itemgetter(*settings, first), (*settings.values(), settings[first]))
+            for module, settings in self._initial.items()
+            for first in [next(iter(settings))]
+        }
+        """For each module a function that takes its settings, and what it returned at
+        construction."""
 
     def restore(self) -> list[str]:
         """Restore the settings that have changed, and return their names.
@@ -392,6 +515,12 @@ class ModuleSwitches:
         changed = []
         for module, settings in self._initial.items():
             names = vars(sys.modules[module])
+            take, initial = self._takers[module]
+            try:
+                if all(map(is_, take(names), initial)):
+                    continue  # as in nearly all modules; a quick test, since there are a thousand
+            except KeyError:
+                pass
             for name, value in settings.items():
                 now = names.get(name)
                 if now is value or (value is None and not _is_plain(now)):

@@ -32,9 +32,9 @@ from realhf.aws.cli.command_table import READ_PREFIXES
 from realhf.aws.cli.pinned_http import (
     BadHttp,
     RequestHead,
-    check_field,
     is_internal_path,
     parse_request_head,
+    write_field,
 )
 from realhf.aws.simulator.account_state import AccountState, ModuleSwitches, TooLarge
 from realhf.base.loopback import is_loopback_authority
@@ -351,12 +351,12 @@ class _Response:
         head = [_REASONS.get(self._status) or f"HTTP/1.1 {self._status} Unknown\r\n".encode()]
         declared = b""
         for name, value in self._headers:
-            check_field(name, value)
+            line = write_field(name, value)
             lowered = name.lower()
             if lowered == b"content-length":
                 declared = value if value.isdigit() else b""
             elif lowered not in _HOP_BY_HOP:
-                head.append(name + b": " + value + b"\r\n")
+                head.append(line)
         if self._method == "HEAD":
             head.append(b"content-length: " + (declared or b"%d" % len(body)) + b"\r\n")
         elif self._status >= 200 and self._status not in (204, 304):

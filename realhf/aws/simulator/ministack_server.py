@@ -19,6 +19,7 @@ import contextlib
 import gc
 import gzip
 import importlib
+import importlib.util
 import json
 import os
 import random
@@ -301,9 +302,20 @@ def _import_modules() -> list[threading.Thread]:
         for name in MINISTACK_MODULES:
             importlib.import_module(f"ministack.services.{name}")
         app._reset_all_state()  # the first reset imports more modules, 80 ms that every fork would spend
+        _remember_missing("docker")
     finally:
         threading.Thread.start = original  # type: ignore[method-assign]
     return deferred
+
+
+def _remember_missing(package: str) -> None:
+    """If a package is not installed, let every import of it fail at once.
+
+    Six services try to import it at each reset, and Python searches its whole path for it each
+    time.
+    """
+    if importlib.util.find_spec(package) is None:
+        sys.modules[package] = None  # type: ignore[assignment]
 
 
 def _start_after_fork(thread: threading.Thread) -> None:

@@ -1,0 +1,149 @@
+"""Reports of an account whose records are kept from one to the next: always what a report made anew
+would be. No process is started."""
+
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realhf.aws.simulator import account_state
+from realhf.aws.simulator.account_state import DRAWN, AccountState, Draws, TooLarge
+
+WORDS = (
+    "0af31c9e77",
+    "vpc-0af31c9e77",
+    "55aa55aa",
+    "subnet-55aa55aa/rules",
+    "a-name",
+    "8d0b5a3e-6f0a-4d8e-9a59-0c36e1b7a001",
+    f"tricky{DRAWN}text",
+    "long " * 60 + "0af31c9e77",
+    "é\ud800",
+)
+LEAVES = st.one_of(
+    st.sampled_from(WORDS),
+    st.sampled_from([None, True, 1, 1.0, 0, False, b"0af31c9e77", bytearray(b"x"), 1 << 70]),
+    st.sampled_from([datetime(2026, 1, 2), frozenset({"b", "a"}), ("t", 1)]),
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from(WORDS), inner, max_size=3),
+        st.builds(OrderedDict, st.dictionaries(st.sampled_from(WORDS), inner, max_size=2)),
+    ),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(["one", "two", "vpc-0af31c9e77"])
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), NAMES, VALUES),
+        st.tuples(st.just("change"), NAMES, VALUES),
+        st.tuples(st.just("delete"), NAMES),
+        st.tuples(st.just("draw"), st.sampled_from(["0af31c9e77", "zz0af31c9e77", "55aa55aa"])),
+        st.tuples(st.just("draw"), st.sampled_from(["unrelated1", "9" * 5000, "a-name"])),
+        st.tuples(st.just("letters"), st.sampled_from(["55aa55aa", "0af31c"])),
+        st.tuples(st.just("reset")),
+    ),
+    max_size=12,
+)
+
+
+class AccountScopedDict:
+    """As much of the simulator's store of that name as a report reads."""
+
+    def __init__(self) -> None:
+        self._data: dict[Any, Any] = {}
+
+
+@contextmanager
+def the_only_store() -> Iterator[AccountScopedDict]:
+    """Put a service with one store among the simulator's modules, and hide the real ones."""
+    fake: Any = ModuleType("ministack.services.fake")
+    fake._things = AccountScopedDict()
+    hidden = {name: module for name, module in sys.modules.items() if name.startswith("ministack")}
+    for name in hidden:
+        del sys.modules[name]
+    sys.modules[fake.__name__] = fake
+    try:
+        yield fake._things
+    finally:
+        del sys.modules[fake.__name__]
+        sys.modules.update(hidden)
+
+
+def made_anew(state: AccountState, drawn: list[str]) -> list[str]:
+    """Return the report of an account that nothing is known about."""
+    draws = Draws()
+    draws.add(*drawn)
+    other = AccountState(draws)
+    other._deleted = state._deleted
+    return other.report()
+
+
+@given(actions=ACTIONS)
+def test_a_report_is_what_it_would_be_if_it_were_made_anew(actions: list[tuple[Any, ...]]) -> None:
+    with the_only_store() as store:
+        draws = Draws()
+        state = AccountState(draws)
+        drawn: list[str] = []
+        for kind, *arguments in [*actions, ("nothing",)]:
+            place = ("000000000000", arguments[0]) if arguments else ()
+            if kind == "put":
+                store._data[place] = {"inner": arguments[1]}
+            elif kind == "change" and place in store._data:
+                store._data[place]["inner"] = arguments[1]
+            elif kind == "delete" and store._data.pop(place, None) is not None:
+                state._deleted[id(store), place] += 1
+            elif kind == "draw":
+                draws.add(arguments[0])
+                drawn.append(arguments[0])
+            elif kind == "letters":
+                for letter in arguments[0]:
+                    draws.add_letter(letter)
+                drawn.append(arguments[0])
+            elif kind == "reset":
+                state.forget()
+                drawn.clear()
+            assert state.report() == made_anew(state, drawn)
+
+
+def test_a_record_that_did_not_change_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    encode = account_state._ENCODE
+    monkeypatch.setattr(
+        account_state, "_ENCODE", lambda record: written.append(1) or encode(record)
+    )
+    with the_only_store() as store:
+        store._data |= {("0", name): {"Name": f"a-{name}", "Tags": [name]} for name in "abc"}
+        state = AccountState(Draws())
+        first = state.report()
+        state._draws.add("0af31c9e77")
+        store._data["0", "b"]["Tags"].append("new")
+        second = state.report()
+        state.forget()
+        assert state.report() == second and len(written) == 3 + 1
+        assert [one == other for one, other in zip(first, second, strict=True)] == [
+            True,
+            False,
+            True,
+        ]
+
+
+def test_kept_records_count_for_the_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(account_state, "MAX_LEAVES", 20)
+    with the_only_store() as store:
+        state = AccountState(Draws())
+        for name in "abc":
+            store._data["0", name] = {"words": ["x"] * 4}
+            state.report()
+        store._data["0", "d"] = {"words": ["x"] * 4}
+        with pytest.raises(TooLarge):
+            state.report()
