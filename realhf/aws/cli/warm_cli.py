@@ -37,6 +37,7 @@ from botocore.hooks import HierarchicalEmitter
 from botocore.model import OperationModel
 from botocore.waiter import SingleWaiterConfig
 
+from realhf.aws.cli import short_cuts
 from realhf.aws.cli.pinned_http import ENDPOINT, PinnedConnection, is_internal_path, pin_client
 from realhf.aws.cli.policy import (
     BASE64,
@@ -422,6 +423,7 @@ class WarmCli:
         _bound_waiters()
         original = clidriver.create_clidriver()
         self._session = original.session
+        short_cuts.install(self._session)
         self._create_client = self._session.create_client
         self._session.create_client = self._get_client  # pyright: ignore[reportAttributeAccessIssue]
         # registered before the log, so that the log has the parameters as they are sent

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import resource
 import socket
 import threading
@@ -31,6 +32,8 @@ RUNAWAY_BYTES = 8 << 20
 """Number of dropped output bytes after which a command is aborted."""
 MAX_RESIDENT_BYTES = 300 << 20
 """Resident memory above which a worker is replaced, in bytes."""
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
+"""A control character, except the ends of lines and tabs."""
 _WRITES_PER_COMMAND = 2 * MAX_FILES
 """Maximum number of files that one command may write."""
 
@@ -74,10 +77,7 @@ class CappedSink(io.RawIOBase):
         if self._dropped:
             content = content.decode("utf-8", "ignore").encode()
         text = content.decode("utf-8", "replace").replace("\r", "")
-        if not text.isprintable():
-            text = "".join(
-                c if (c >= " " and c != "\x7f") or c in "\n\t" else "\ufffd" for c in text
-            )
+        text = _CONTROL.sub("\ufffd", text)
         return text + (f"\n...[truncated {self._dropped} bytes]" if self._dropped else "")
 
 

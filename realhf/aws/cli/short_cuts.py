@@ -1,0 +1,439 @@
+"""Short cuts through the AWS CLI and botocore: the same results with half of their CPU time.
+
+Half of a command's time goes into work whose result is known before: parsers that look for options
+nobody wrote, events without handlers, endpoints that are always the same. Each short cut replaces
+one function. It takes the plain case, and gives anything else to the function that it replaces, so
+errors and rare cases are the original's own.
+
+They hold for a process in which no plugin is loaded and in which configuration, environment and
+endpoint never change, as in a worker. ``botocore`` means the CLI's own copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import awscli  # noqa: F401  (must be first: makes the name botocore refer to the CLI's own copy)
+import botocore.context
+from awscli import argparser, arguments, clidriver, formatter, paramfile
+from awscli.utils import json_encoder
+from botocore import parsers
+from botocore.awsrequest import AWSPreparedRequest, AWSRequest, HeadersDict, _HeaderKey
+from botocore.client import BaseClient
+from botocore.endpoint import Endpoint
+from botocore.hooks import EventAliaser, HierarchicalEmitter
+from botocore.regions import EndpointRulesetResolver
+
+
+def install(session: Any) -> None:
+    """Install all short cuts in this process. ``session``: the CLI's only session, of which no
+    client was made yet."""
+    emitter = session.get_component("event_emitter")
+    _keep_handler_lists(getattr(emitter, "_emitter", emitter))
+    _keep_configuration(session)
+    _parse_plain_words()
+    _skip_absent_arguments()
+    _keep_endpoints()
+    _keep_paginators()
+    _copy_headers_quickly()
+    _write_output_at_once()
+    _share_context()
+    logging.Logger.debug = lambda self, msg, *args, **kwargs: None  # type: ignore[method-assign]
+
+
+def _share_context() -> None:
+    """Use one context for all calls of a thread that has one. A context collects features for the
+    user agent, which is constant here, and was copied twice for each call."""
+    start = botocore.context.start_as_current_context
+    get_context = botocore.context.get_context
+    unchanged = nullcontext()
+
+    def start_as_current_context(ctx: Any = None) -> Any:
+        return unchanged if ctx is None and get_context() is not None else start(ctx)
+
+    botocore.context.start_as_current_context = start_as_current_context
+    botocore.context.set_context(botocore.context.ClientContext())
+
+
+def _keep_handler_lists(first: HierarchicalEmitter) -> None:
+    """Keep the known lists of handlers when a handler is registered for another kind of event.
+
+    ``_lookup_cache`` becomes a dict by the first word of the event. Its inner dicts are never
+    shared by two emitters, whose handlers differ. ``first``: the emitter of which all others are
+    copies.
+    """
+    emitters = HierarchicalEmitter
+    register_section = emitters._register_section
+    unregister = emitters.unregister
+    copy_emitter = emitters.__copy__
+    first._lookup_cache = {}
+
+    def without(known: dict[str, Any], event_name: str) -> dict[str, Any]:
+        kind = event_name.partition(".")[0]
+        return {} if "*" in kind else {name: known[name] for name in known if name != kind}
+
+    def register(emitter: Any, event_name: str, *arguments: Any, **options: Any) -> None:
+        known = emitter._lookup_cache
+        register_section(emitter, event_name, *arguments, **options)
+        emitter._lookup_cache = without(known, event_name)
+
+    def remove(emitter: Any, event_name: str, *arguments: Any, **options: Any) -> None:
+        known = emitter._lookup_cache
+        unregister(emitter, event_name, *arguments, **options)
+        if emitter._lookup_cache is not known:
+            emitter._lookup_cache = without(known, event_name)
+
+    def copied(emitter: Any) -> Any:
+        other = copy_emitter(emitter)
+        other._lookup_cache = {}
+        return other
+
+    def find_handlers(emitter: Any, event_name: str) -> Any:
+        kind = event_name.partition(".")[0]
+        known = emitter._lookup_cache.setdefault(kind, {})
+        handlers = known.get(event_name)
+        if handlers is None:
+            handlers = known[event_name] = emitter._handlers.prefix_search(event_name)
+        return handlers
+
+    def emit_to(
+        emitter: Any, event_name: str, arguments: dict[str, Any], stop_on_response: bool = False
+    ) -> list[Any]:
+        known = emitter._lookup_cache.get(event_name.partition(".")[0])
+        handlers = None if known is None else known.get(event_name)
+        if handlers is None:
+            handlers = find_handlers(emitter, event_name)
+        if not handlers:
+            return []
+        arguments["event_name"] = event_name
+        responses = []
+        for handler in handlers:
+            response = handler(**arguments)
+            responses.append((handler, response))
+            if stop_on_response and response is not None:
+                break
+        return responses
+
+    def emit_alias(aliaser: Any, event_name: str, **arguments: Any) -> list[Any]:
+        return aliaser._emitter._emit(aliaser._alias_event_name(event_name), arguments)
+
+    emitters._register_section = register  # type: ignore[method-assign]
+    emitters.unregister = remove  # type: ignore[method-assign]
+    emitters.__copy__ = copied  # type: ignore[method-assign]
+    emitters._emit = emit_to  # type: ignore[method-assign]
+    EventAliaser.emit = emit_alias  # type: ignore[method-assign]
+
+
+def _keep_configuration(session: Any) -> None:
+    """Look up each setting once."""
+    look_up = session.get_config_variable
+    read_scope = session.get_scoped_config
+    values: dict[str, Any] = {}
+    scope: list[Any] = []
+
+    def get_config_variable(logical_name: str, methods: Any = None) -> Any:
+        if methods is not None:
+            return look_up(logical_name, methods)
+        if logical_name not in values:
+            values[logical_name] = look_up(logical_name)
+        return values[logical_name]
+
+    def get_scoped_config() -> Any:
+        if not scope:
+            scope.append(read_scope())
+        return scope[0]
+
+    session.get_config_variable = get_config_variable
+    session.get_scoped_config = get_scoped_config
+
+
+class _Option(NamedTuple):
+    """An option of a parser that the short cut can read."""
+
+    action: argparse.Action
+    """The parser's own description."""
+    convert: Callable[[str], Any] | None
+    """Function that converts a word; None for a flag."""
+
+
+class _ParserPlan:
+    """What a parser of an operation's options does with plain words: exact names of options, each
+    followed by its words, none of which begins with a dash."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self._options: dict[str, _Option] = {}
+        self._defaults: dict[str, Any] = {}
+        self._required: set[int] = set()
+        actions = parser._actions
+        self._is_plain = not parser._mutually_exclusive_groups and all(map(_is_plain, actions))
+        for action in actions if self._is_plain else ():
+            self._defaults.setdefault(action.dest, action.default)
+            if action.required:
+                self._required.add(id(action))
+            is_flag = isinstance(action, argparse._StoreConstAction)
+            convert = None if is_flag else parser._registry_get("type", action.type, action.type)
+            self._options |= {name: _Option(action, convert) for name in action.option_strings}
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace | None:
+        """Return the namespace of the words, or None if they are not plain."""
+        if not self._is_plain:
+            return None
+        values: dict[str, Any] = {}
+        seen: set[int] = set()
+        position = 0
+        end = len(words)
+        while position < end:
+            option = self._options.get(words[position])
+            if option is None:
+                return None
+            action, convert = option
+            seen.add(id(action))
+            position += 1
+            if convert is None:
+                values[action.dest] = action.const
+                continue
+            first = position
+            while position < end and not words[position].startswith("-"):
+                position += 1
+            is_list = action.nargs == "*"
+            if not is_list and position != first + 1:
+                return None
+            try:
+                converted = [convert(word) for word in words[first:position]]
+            except Exception:  # whatever it is, the parser raises it in its own way
+                return None
+            values[action.dest] = converted if is_list else converted[0]
+        if not self._required <= seen:
+            return None
+        return argparse.Namespace(**(self._defaults | values))
+
+
+def _is_plain(action: argparse.Action) -> bool:
+    """Return whether a parser's argument is an option, or the optional word after them, of a kind
+    that the short cut can read."""
+    if action.choices is not None or isinstance(action.default, str):
+        return False  # a default in words would be converted
+    if not action.option_strings:
+        return type(action) is argparse._StoreAction and action.nargs == "?"
+    flags = (argparse._StoreTrueAction, argparse._StoreFalseAction, argparse._StoreConstAction)
+    return type(action) in flags or (
+        type(action) is argparse._StoreAction and action.nargs in (None, "*")
+    )
+
+
+def _is_left_over(word: str, options: Iterable[str]) -> bool:
+    """Return whether a parser with these options leaves a word over, or takes it as a word without
+    a dash."""
+    if not word.startswith("-"):
+        return True
+    if not word.startswith("--") or word == "--":
+        return False
+    name = word.partition("=")[0]
+    return not any(option.startswith(name) for option in options)
+
+
+def _parse_plain_words() -> None:
+    """Parse plain words without ``argparse``: SERVICE OPERATION and exact options with values."""
+    parse_main = argparser.MainArgParser.parse_known_args
+    parse_service = argparser.ServiceArgParser.parse_known_args
+    parse_operation = argparser.ArgTableArgParser.parse_known_args
+
+    def parse_globals(parser: Any, args: Sequence[str], namespace: Any = None) -> Any:
+        # The first two words are the endpoint's option, which the driver puts there.
+        options = parser._option_string_actions
+        is_plain = (
+            namespace is None
+            and len(args) > 2
+            and args[0] == "--endpoint-url"
+            and not args[1].startswith("-")
+            and not args[2].startswith("-")
+            and args[2] in parser._actions[-1].command_table
+            and all(_is_left_over(word, options) for word in args[3:])
+        )
+        if not is_plain:
+            return parse_main(parser, args, namespace)
+        known = parser.__dict__.setdefault("_globals_by_endpoint", {})
+        if args[1] not in known:
+            known[args[1]] = vars(parse_main(parser, [*args[:3]], None)[0])
+        return argparse.Namespace(**{**known[args[1]], "command": args[2]}), [*args[3:]]
+
+    def parse_name(parser: Any, args: Sequence[str], namespace: Any = None) -> Any:
+        is_plain = (
+            namespace is None
+            and len(args) > 0
+            and not args[0].startswith("-")
+            and args[0] in parser._actions[-1].command_table
+            and all(_is_left_over(word, ()) for word in args[1:])
+        )
+        if not is_plain:
+            return parse_service(parser, args, namespace)
+        return argparse.Namespace(operation=args[0]), [*args[1:]]
+
+    def parse_options(parser: Any, args: Sequence[str], namespace: Any = None) -> Any:
+        plan = parser.__dict__.get("_plan")
+        if plan is None:
+            plan = parser._plan = _ParserPlan(parser)
+        parsed = plan.parse(args) if namespace is None else None
+        return parse_operation(parser, args, namespace) if parsed is None else (parsed, [])
+
+    parsers_of_cli: Any = argparser
+    parsers_of_cli.MainArgParser.parse_known_args = parse_globals
+    parsers_of_cli.ServiceArgParser.parse_known_args = parse_name
+    parsers_of_cli.ArgTableArgParser.parse_known_args = parse_options
+
+
+def _skip_absent_arguments() -> None:
+    """Do not ask the handlers of an option that was not given what its value is, if the only one
+    reads files."""
+    plans: dict[int, tuple[Any, list[tuple[Any, str, bool]]]] = {}
+
+    def plan_of(operation: Any, arg_table: Mapping[str, Any]) -> list[tuple[Any, str, bool]]:
+        known = plans.get(id(operation))
+        if known is not None and known[0] is arg_table:
+            return known[1]
+        service = operation._operation_model.service_model.endpoint_prefix
+        emitter = operation._session.get_component("event_emitter")
+        emitter = getattr(emitter, "_emitter", emitter)
+        name = clidriver.xform_name(operation._name, "-")
+        rows = []
+        for argument in arg_table.values():
+            event = f"load-cli-arg.{service}.{name}.{argument.name}"
+            handlers = emitter._handlers.prefix_search(event)
+            is_idle = type(argument).add_to_params is arguments.CLIArgument.add_to_params and all(
+                type(handler) is paramfile.URIArgumentHandler for handler in handlers
+            )
+            rows.append((argument, argument.py_name, is_idle))
+        plans[id(operation)] = arg_table, rows
+        return rows
+
+    def build_call_parameters(
+        operation: Any, args: Any, arg_table: Mapping[str, Any], parsed_globals: Any
+    ) -> dict[str, Any]:
+        parsed = vars(args)
+        parameters: dict[str, Any] = {}
+        for argument, name, is_idle in plan_of(operation, arg_table):
+            if name not in parsed:
+                continue
+            value = parsed[name]
+            if value is None and is_idle:
+                continue
+            value = operation._unpack_arg(argument, value, parsed_globals)
+            argument.add_to_params(parameters, value)
+        return parameters
+
+    clidriver.ServiceOperation._build_call_parameters = build_call_parameters  # type: ignore[method-assign]
+
+
+def _keep_endpoints() -> None:
+    """Resolve the endpoint of an operation once, unless its parameters are part of it."""
+    construct = EndpointRulesetResolver.construct_endpoint
+
+    def construct_endpoint(
+        resolver: Any, operation_model: Any, call_args: Any, request_context: Any
+    ) -> Any:
+        known = resolver.__dict__.setdefault("_endpoints", {})
+        endpoint = known.get(operation_model.name)
+        if endpoint is None:
+            endpoint = construct(resolver, operation_model, call_args, request_context)
+            service = resolver._service_model.service_id.hyphenize()
+            event = f"before-endpoint-resolution.{service}"
+            emitter = getattr(resolver._event_emitter, "_emitter", resolver._event_emitter)
+            if (
+                not operation_model.context_parameters
+                and not operation_model.operation_context_parameters
+                and not emitter._handlers.prefix_search(event)
+            ):
+                known[operation_model.name] = endpoint
+        return endpoint._replace(headers=dict(endpoint.headers))
+
+    EndpointRulesetResolver.construct_endpoint = construct_endpoint  # type: ignore[method-assign]
+
+
+def _keep_paginators() -> None:
+    """Build the paginator of an operation once for each client."""
+    build = BaseClient.get_paginator
+
+    def get_paginator(client: Any, operation_name: str) -> Any:
+        known = client.__dict__.setdefault("_paginators", {})
+        paginator = known.get(operation_name)
+        if paginator is None:
+            paginator = known[operation_name] = build(client, operation_name)
+        return paginator
+
+    BaseClient.get_paginator = get_paginator  # type: ignore[method-assign]
+
+
+def _copy_headers_quickly() -> None:
+    """Copy headers without the general methods of mappings."""
+    initialize = HeadersDict.__init__
+    prepare = Endpoint.prepare_request
+    lower = parsers.lowercase_dict
+
+    def init(headers: Any, *args: Any, **kwargs: Any) -> None:
+        if len(args) == 1 and not kwargs and type(args[0]) in (dict, list):
+            pairs = args[0].items() if type(args[0]) is dict else args[0]
+            headers._dict = {_HeaderKey(name): value for name, value in pairs}
+        else:
+            initialize(headers, *args, **kwargs)
+
+    def prepare_request(endpoint: Any, request: AWSRequest) -> AWSPreparedRequest:
+        preparer = request._request_preparer
+        if type(preparer) is not AWSRequest._REQUEST_PREPARER_CLS:
+            return prepare(endpoint, request)
+        headers = HeadersDict(
+            [
+                (name, value.encode("utf-8") if isinstance(value, str) else value)
+                for name, value in request.headers.items()
+            ]
+        )
+        body = preparer._prepare_body(request)
+        if (
+            "Transfer-Encoding" not in headers
+            and "Content-Length" not in headers
+            and request.method not in ("GET", "HEAD", "OPTIONS")
+        ):
+            length = preparer._determine_content_length(body)
+            if length is None:
+                return prepare(endpoint, request)
+            headers["Content-Length"] = str(length)
+        return AWSPreparedRequest(
+            request.method, preparer._prepare_url(request), headers, body, request.stream_output
+        )
+
+    HeadersDict.__init__ = init  # type: ignore[method-assign]
+    HeadersDict.__contains__ = lambda headers, name: _HeaderKey(name) in headers._dict  # type: ignore[method-assign]
+    HeadersDict.items = lambda headers: [  # type: ignore[method-assign,assignment]
+        (str(name), value) for name, value in headers._dict.items()
+    ]
+
+    def lowercase_dict(original: Mapping[str, Any]) -> dict[str, Any]:
+        if type(original) is HeadersDict:
+            return {name._lower: value for name, value in original._dict.items()}
+        return lower(original)
+
+    Endpoint.prepare_request = prepare_request  # type: ignore[method-assign]
+    parsers.lowercase_dict = lowercase_dict
+
+
+def _write_output_at_once() -> None:
+    """Write an answer in JSON with one call instead of one for each of its values."""
+    format_response = formatter.JSONFormatter._format_response
+
+    def format_at_once(self: Any, command_name: str, response: Any, stream: io.TextIOBase) -> None:
+        if response == {}:
+            return
+        try:
+            text = json.dumps(response, indent=4, default=json_encoder, ensure_ascii=False)
+        except Exception:  # the original writes what comes before the fault
+            format_response(self, command_name, response, stream)
+            return
+        stream.write(text)
+        stream.write("\n")
+
+    formatter.JSONFormatter._format_response = format_at_once

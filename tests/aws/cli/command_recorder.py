@@ -1,0 +1,74 @@
+"""Process that runs command lines in the CLI driver, with or without its short cuts, and tells all
+that came of it.
+
+    python -m tests.aws.cli.command_recorder (quick|plain) [descriptor of a connection]
+
+Each line of its input is JSON, ``{"commands": [...], "answers": [...]}``: the simulator's answers
+that are replayed if there is no connection. Each line of its output is a JSON list with one entry for
+each command: what the worker answers, the requests as sent, and the answers that they got.
+"""
+
+import base64
+import itertools
+import json
+import os
+import socket
+import sys
+import tempfile
+import uuid
+from typing import Any
+
+import awscli  # noqa: F401  (must be first: makes the name botocore refer to the CLI's own copy)
+
+from realhf.aws.cli import short_cuts
+from realhf.aws.cli.command_table import ALLOWED
+from realhf.aws.cli.policy import check_command
+from realhf.aws.cli.worker import CliWorker
+
+
+def main() -> None:
+    """Answer lines until the input ends."""
+    if sys.argv[1] == "plain":
+        short_cuts.install = lambda session: None
+    descriptors = [int(word) for word in sys.argv[2:]]
+    sys.argv = ["aws"]  # the parsers name the program after it
+    numbers = itertools.count()
+    uuid.uuid4 = lambda: uuid.UUID(int=next(numbers), version=4)  # tokens of requests
+    worker = CliWorker("000000000000")
+    worker.cli.preload(ALLOWED)
+    connection = worker.cli.connection
+    exchange = connection._exchange
+    sent: list[str] = []
+    answers: list[Any] = []
+    got: list[Any] = []
+
+    def replay(data: bytes, method: str) -> tuple[int, dict[str, str], bytes]:
+        sent.append(base64.b64encode(data).decode())
+        if descriptors:
+            status, headers, body = exchange(data, method)
+            got.append([status, headers, base64.b64encode(body).decode()])
+            return status, headers, body
+        status, headers, text = answers.pop(0)
+        return status, headers, base64.b64decode(text)
+
+    connection._exchange = replay  # type: ignore[method-assign]
+    if descriptors:
+        connection.attach(socket.socket(fileno=descriptors[0]))
+    os.chdir(tempfile.mkdtemp())
+    for line in sys.stdin:
+        request = json.loads(line)
+        answers[:] = request["answers"]
+        results = []
+        for command in request["commands"]:
+            verdict = check_command(command)
+            # Refused commands as well: the driver must be as it was whatever the policy lets by.
+            words = [*verdict.argv, *verdict.own.words] or command.split()[1:]
+            sent.clear()
+            got.clear()
+            answer = worker._answer(words, 1 << 20, 1 << 20)
+            results.append({**answer, "sent": [*sent], "got": [*got]})
+        print(json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""The CLI driver with its short cuts against the CLI's own code: the same bytes go to the
+simulator, and the same output, errors and requests come out."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from realhf.aws.cli.executor import OutputLimits
+from realhf.aws.cli.policy import check_command
+from realhf.aws.episode.world import build_world
+from realhf.aws.simulator.pool import MiniStackPool, Slot
+from realhf.aws.tasks.loader import instantiate, load_templates
+from tests.aws.red_team.command_grammar import CommandGrammar
+
+SPELLINGS = (
+    "aws s3api create-bucket --bucket b --region us-east-1",
+    "aws s3api create-bucket --bucket=b2",
+    "aws --output text s3api list-buckets",
+    "aws s3api list-buckets --output table --query Buckets[].Name",
+    "aws s3api list-buckets --output json --query Buckets[0]",
+    "aws s3api create-bucket",
+    "aws s3api create-bucket --bucket",
+    "aws s3api create-bucket --bucket x y",
+    "aws s3api create-bucket --bucket one --bucket two",
+    "aws s3api create-bucket --buck three",
+    "aws s3api create-bucket --nonsense x --bucket b",
+    "aws s3api create-bucket --bucket -b",
+    "aws s3api create-bucket --bucket ''",
+    "aws s3api create-bucket -- --bucket b",
+    "aws s3api create-bucke --bucket b",
+    "aws s3apy list-buckets",
+    "aws s3api",
+    "aws",
+    "aws s3api list-buckets --no-paginate",
+    "aws s3api list-buckets --max-items 1",
+    "aws s3api list-buckets --max-items 1 --starting-token nonsense",
+    "aws s3api put-object --bucket b --key k --body file://nothing",
+    "aws s3api put-object --bucket b --key 'a b/é' --metadata a=b,c=d --tagging a=b",
+    "aws s3api get-object --bucket b --key 'a b/é' out",
+    "aws s3api delete-objects --bucket b --delete Objects=[{Key=k}],Quiet=true",
+    "aws s3api get-bucket-location --bucket nowhere",
+    "aws s3api head-object --bucket b --key none",
+    "aws s3api wait bucket-exists --bucket b",
+    "aws s3 ls",
+    "aws s3 mb s3://made-by-s3",
+    "aws s3 rb s3://made-by-s3",
+    "aws s3 presign s3://b/k --expires-in 60",
+    "aws ec2 run-instances --image-id ami-12345678 --count 1 --dry-run",
+    "aws ec2 describe-vpcs --no-dry-run --filters Name=isDefault,Values=true",
+    "aws ec2 describe-instances --instance-ids",
+    "aws ec2 authorize-security-group-ingress --group-name default --protocol tcp --port 22 "
+    "--cidr 10.0.0.0/8",
+    "aws dynamodb create-table --table-name t --key-schema AttributeName=id,KeyType=HASH "
+    "--attribute-definitions AttributeName=id,AttributeType=S --billing-mode PAY_PER_REQUEST",
+    'aws dynamodb put-item --table-name t --item \'{"id": {"S": "a"}, "n": {"N": "1"}}\'',
+    "aws dynamodb put-item --table-name t --item nonsense",
+    "aws dynamodb scan --table-name t --max-items 1",
+    "aws dynamodb scan --table-name t --page-size 1 --max-items x",
+    "aws sqs create-queue --queue-name q --attributes DelaySeconds=5",
+    "aws sqs send-message --queue-url http://localhost:4566/000000000000/q --message-body 'x y'",
+    "aws sqs receive-message --queue-url http://localhost:4566/000000000000/q",
+    "aws sqs set-queue-attributes --queue-url http://localhost:4566/000000000000/q",
+    "aws logs create-log-group --log-group-name /g",
+    "aws logs put-retention-policy --log-group-name /g --retention-in-days seven",
+    "aws logs put-retention-policy --log-group-name /g --retention-in-days -7",
+    "aws iam create-user --user-name u --tags Key=a,Value=b Key=c,Value=d",
+    "aws iam get-user --user-name nobody",
+    "aws iam list-users --debug",
+    "aws iam create-role --role-name r --assume-role-policy-document '{\"Version\": 1}'",
+    "aws iam update-account-password-policy --require-symbols --no-require-numbers",
+    "aws lambda list-functions --endpoint-url http://elsewhere",
+    'aws kms create-key --cli-input-json \'{"Description": "by document"}\' --enabled',
+    "aws kms create-key --description x --multi-region --no-multi-region",
+    "aws sns publish --topic-arn arn:aws:sns:us-east-1:000000000000:none --message m",
+    'aws sns create-topic --name t --attributes \'{"DisplayName":"d"}\' --region eu-west-1',
+    "aws ssm put-parameter --name p --value 5 --type String --overwrite",
+    "aws ssm get-parameters-by-path --path / --recursive --no-with-decryption",
+    "aws cloudwatch put-metric-alarm --alarm-name a --metric-name m --namespace n --period 60 "
+    "--evaluation-periods 1 --threshold -1.5 --comparison-operator LessThanThreshold "
+    "--statistic Sum",
+    "aws help",
+    "aws s3api help",
+    "aws s3api list-buckets help",
+)
+
+
+@contextmanager
+def recorder(mode: str, slot: Slot | None = None) -> Iterator[Any]:
+    """Start a process that runs commands; yield a function of (commands, answers)."""
+    program = [sys.executable, "-m", "tests.aws.cli.command_recorder", mode]
+    fds = []
+    if slot is not None:
+        fds.append(slot.ministack.connect())
+        program.append(str(fds[0].fileno()))
+    numbers = [connection.fileno() for connection in fds]
+    with subprocess.Popen(
+        program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=numbers
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+
+        def play(commands: Sequence[str], answers: Sequence[Any] = ()) -> list[dict[str, Any]]:
+            assert process.stdin is not None and process.stdout is not None
+            line = json.dumps({"commands": [*commands], "answers": [*answers]})
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+
+        yield play
+        process.stdin.close()
+    for connection in fds:
+        connection.close()
+
+
+def play_both(ids: Sequence[int], spellings: Sequence[str]) -> int:
+    """Run the solutions of these templates and then the spellings in both drivers, and compare.
+    Return the number of requests."""
+    n_requests = 0
+    pool = MiniStackPool(1, limits=OutputLimits())
+    pool.start()
+    try:
+        slot = pool.acquire()
+        with recorder("plain", slot) as plain, recorder("quick") as quick:
+            worlds = [build_and_read(slot, number) for number in ids]
+            for world in [*worlds, lambda: spellings]:
+                commands = world()
+                expected = plain(commands)
+                answers = [answer for result in expected for answer in result.pop("got")]
+                n_requests += len(answers)
+                actual = quick(commands, answers)
+                for command, one, other in zip(commands, expected, actual, strict=True):
+                    del other["got"]
+                    assert other == one, command
+    finally:
+        pool.stop()
+    return n_requests
+
+
+def build_and_read(slot: Slot, number: int) -> Any:
+    """Return a function that sets a template's task up and returns its solution."""
+    return lambda: [
+        *build_world(slot, task := instantiate(number, seed=1), task.seed).task.solution
+    ]
+
+
+@pytest.mark.slow
+def test_spellings_and_solutions_come_out_the_same() -> None:
+    numbers = [template.task_id for template in load_templates()][::25]
+    assert play_both(numbers, SPELLINGS) > 40
+
+
+@pytest.mark.nightly
+def test_all_solutions_come_out_the_same() -> None:
+    numbers = [template.task_id for template in load_templates()]
+    assert play_both(numbers, ()) > 250
+
+
+@pytest.mark.nightly
+def test_drawn_commands_come_out_the_same() -> None:
+    places = ("secret", "marker", "url", "sibling")
+    grammar = CommandGrammar(48, {place: "nowhere" for place in places})
+    drawn = [grammar.draw().line for _ in range(1500)]
+    # what the policy refuses is not run outside of a sandbox
+    assert play_both((), [line for line in drawn if check_command(line).rule is None]) > 300
