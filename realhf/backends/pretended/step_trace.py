@@ -34,6 +34,7 @@ from realhf.backends.pretended.memory_ledger import (
     count_kernels,
 )
 from realhf.backends.pretended.pretending import pretend_gpu
+from realhf.backends.training.lora import LoraAdapters
 from realhf.backends.training.optimizer import HostMemory
 from realhf.backends.training.sequence_packing import BATCH_TOKENS
 from realhf.backends.training.torch_backend import (
@@ -118,7 +119,7 @@ def trace_step(
     here, and ValueError for a call that makes no update.
     """
     device = LedgerDevice(properties)
-    with pretend_gpu(device), _pretend_host_memory(), _quiet():
+    with pretend_gpu(device), _pretend_host_memory(), _skip_trial_merge(), _quiet():
         worker = _Worker(device, models, shape)
         trains = [call for call in calls if call.interface_type is InterfaceType.TRAIN_STEP]
         for call in trains:
@@ -310,23 +311,36 @@ def _count_tokens(model: Any) -> int:
     return int(model.config.get_text_config().vocab_size)
 
 
-@contextlib.contextmanager
-def _pretend_host_memory() -> Iterator[None]:
+def _pretend_host_memory() -> contextlib.AbstractContextManager[None]:
     """Context manager in which moments that are kept in host memory have no memory there: those of
     a large model would not fit into that of this machine."""
     nothing = lambda *_: None
-    replacements: dict[str, Callable[..., Any]] = {
-        "allocate": lambda _, nbytes: torch.empty(nbytes, dtype=torch.uint8, device="meta"),
-        **dict.fromkeys(("fetch", "wait_for_piece", "store", "finish"), nothing),
-    }
-    before = {name: getattr(HostMemory, name) for name in replacements}
+    return _replace_methods(
+        HostMemory,
+        {
+            "allocate": lambda _, nbytes: torch.empty(nbytes, dtype=torch.uint8, device="meta"),
+            **dict.fromkeys(("fetch", "wait_for_piece", "store", "finish"), nothing),
+        },
+    )
+
+
+def _skip_trial_merge() -> contextlib.AbstractContextManager[None]:
+    """Context manager in which adapters are not merged on trial when a model is loaded. Without
+    numbers that proves nothing, and it leaves nothing in memory, but would be half of a trace."""
+    return _replace_methods(LoraAdapters, {"_check_with_random_adapters": lambda _: None})
+
+
+@contextlib.contextmanager
+def _replace_methods(owner: type, replacements: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Context manager in which a class has other methods."""
+    before = {name: getattr(owner, name) for name in replacements}
     try:
         for name, replacement in replacements.items():
-            setattr(HostMemory, name, replacement)
+            setattr(owner, name, replacement)
         yield
     finally:
         for name, method in before.items():
-            setattr(HostMemory, name, method)
+            setattr(owner, name, method)
 
 
 @contextlib.contextmanager
