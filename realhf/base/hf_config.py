@@ -26,7 +26,8 @@ MEMORY_PARTS = (
     "moments",
     "activations",
     "logits",
-    "merged",
+    "unsharded",
+    "copy",
     "keys, values",
 )
 """What the memory of a device holds."""
@@ -67,6 +68,16 @@ class ModelSize:
     def head(self) -> int:
         """Number of parameters of the head."""
         return self.vocabulary * self.hidden
+
+    @property
+    def root(self) -> int:
+        """Number of parameters outside of the blocks: embedding, head and last norm."""
+        return self.head * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def block(self) -> int:
+        """Number of parameters of a block."""
+        return max(0, self.parameters - self.root) // max(1, self.layers)
 
     def adapters(self, rank: int) -> int:
         """Return the number of parameters of LoRA adapters with this rank for all linear layers."""
@@ -122,6 +133,12 @@ def weight_bytes(size: ModelSize, dtype: str) -> int:
     return _BYTES[dtype] * size.parameters
 
 
+def gathered_bytes(size: ModelSize, dtype: str) -> int:
+    """Return the bytes that a worker needs to gather the whole weights of a sharded model. A head
+    that is not tied comes last, by way of two more tensors."""
+    return _BYTES[dtype] * (size.parameters + (0 if size.tied else 2 * size.head))
+
+
 CHUNK_BYTES = 3 << 24
 """Maximum bytes of fp32 logits that exist at once: 256 rows for a vocabulary of 49,152 tokens.
 Smaller chunks read the head's weight too often."""
@@ -147,13 +164,35 @@ class PassMemory:
     """What the backward pass needs, and what it computes with."""
     logits: int
     """Logits, and the gradient of the head that is computed from them."""
+    unsharded: int = 0
+    """Weights and gradients that a worker has whole, of a model that is sharded over several."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.activations + self.logits + self.unsharded
 
 
-def scoring_memory(size: ModelSize, dtype: str, tokens: int, gpu_bytes: int = 0) -> PassMemory:
-    """Return the memory of a forward pass without gradients over ``tokens`` tokens."""
+def scoring_memory(
+    size: ModelSize, dtype: str, tokens: int, gpu_bytes: int = 0, parts: int = 1
+) -> PassMemory:
+    """Return the memory of a forward pass without gradients over ``tokens`` tokens, of a model that
+    is sharded over ``parts`` workers."""
     chunk = min(chunk_bytes(gpu_bytes), 4 * tokens * size.vocabulary)
     kept = _BYTES[dtype] * tokens * 2 * size.hidden
-    return PassMemory(kept, 2 * chunk)
+    logits = 2 * chunk + _wide_head(size, dtype, gpu_bytes)
+    if parts == 1:
+        return PassMemory(kept, logits)
+    root = _BYTES[dtype] * size.root
+    block = _BYTES[dtype] * size.block
+    # At first, what was gathered is there as well until it is copied into the weights.
+    phases = [PassMemory(kept, 0, 2 * (root + block)), PassMemory(kept, logits, root + block)]
+    return max(phases, key=lambda phase: phase.total)
+
+
+def _wide_head(size: ModelSize, dtype: str, gpu_bytes: int) -> int:
+    """Return the bytes of the head in fp32, with which a CPU computes the logits."""
+    return 0 if gpu_bytes or dtype == "float32" else 4 * size.head
 
 
 def training_memory(
@@ -165,11 +204,14 @@ def training_memory(
     lora_rank: int = 0,
     gpu_bytes: int = 0,
     predicts_tokens: bool = True,
+    parts: int = 1,
 ) -> PassMemory:
-    """Return the memory of a forward and backward pass over ``tokens`` tokens.
+    """Return the memory of a forward and backward pass over ``tokens`` tokens, of a model that is
+    sharded over ``parts`` workers.
 
     It is highest while the log-probabilities are computed, or in the backward pass of the last
-    block, or, with ``checkpointing``, of any block. What a block of Qwen3 or Llama keeps was
+    block, or, with ``checkpointing``, of any block, or, if the model is sharded, when the gradients
+    outside of the blocks are summed. What a block of Qwen3 or Llama keeps was
     counted, in vectors of each width; other decoders are taken to be like them. In bf16, rows are
     packed without padding, and keys and values of prompts that rows share are copied.
     """
@@ -178,16 +220,50 @@ def training_memory(
     scale = _BYTES[dtype] * tokens
     in_block = scale * (layers + (block if checkpointing else last))
     in_head = scale * (layers + (2 if lora_rank else 3) * size.hidden)
-    if not predicts_tokens:
-        return PassMemory(max(in_block, in_head), 0)
-    chunk = min(chunk_bytes(gpu_bytes), 4 * tokens * size.vocabulary)
-    head = 0 if lora_rank else _BYTES[dtype] * size.head
-    backward = chunk + head + (chunk // 2 if dtype != "float32" else 0)
-    logits = backward if lora_rank else max(2 * chunk, backward)
-    waiting = head if size.tied else 0  # until the gradient of the embedding is there as well
-    if in_head + logits >= in_block + waiting:
-        return PassMemory(in_head, logits)
-    return PassMemory(in_block, waiting)
+    logits = 0
+    waiting = 0
+    if predicts_tokens:
+        chunk = min(chunk_bytes(gpu_bytes), 4 * tokens * size.vocabulary)
+        head = 0 if lora_rank else _BYTES[dtype] * size.head
+        backward = chunk + head + (chunk // 2 if dtype != "float32" else 0)
+        wide = _wide_head(size, dtype, gpu_bytes)
+        if wide and not lora_rank:
+            backward += wide  # its gradient, which is rounded at the end
+        logits = wide + (backward if lora_rank else max(2 * chunk, backward))
+        # Until the gradient of the embedding is there as well, with which it is added or summed.
+        waiting = head if size.tied or parts > 1 else 0
+    phases = [PassMemory(in_head, logits), PassMemory(in_block, waiting)]
+    if parts > 1:
+        shards = _shard_phases(size, dtype, parts, predicts_tokens=predicts_tokens)
+        phases = [
+            replace(phase, unsharded=unsharded)
+            for phase, unsharded in zip(
+                [*phases, PassMemory(2 * scale * size.hidden, 0)], shards, strict=True
+            )
+        ]
+    return max(phases, key=lambda phase: phase.total)
+
+
+def _shard_phases(
+    size: ModelSize, dtype: str, parts: int, *, predicts_tokens: bool
+) -> tuple[int, int, int]:
+    """Return the bytes that a worker has whole of a model that is sharded over ``parts`` workers
+    (torch's FSDP2): while log-probabilities are computed, in the backward pass of a block, and when
+    the gradients outside of the blocks are summed. Those are summed over workers in fp32."""
+    each = _BYTES[dtype]
+    head = each * size.head
+    outside = size.root if predicts_tokens or size.tied else size.root - size.head
+    root = each * outside
+    block = each * size.block
+    summed_block = 4 * size.block
+    in_head = root + block
+    # The block's weights, those of the next one, which is gathered already, gradients, and both
+    # ends of the sum.
+    in_block = root + 3 * block + summed_block + summed_block // parts
+    summed = 4 * outside + 4 * outside // parts + (head if predicts_tokens else 0)
+    # Both gradients of a tied weight and their sum are there at once, and the weight.
+    added = root + 3 * head if size.tied and predicts_tokens else 2 * root
+    return in_head, in_block, max(summed, added) + summed_block
 
 
 def _count_vectors(size: ModelSize, dtype: str, lora_rank: int) -> tuple[int, int, int]:

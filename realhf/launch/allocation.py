@@ -18,6 +18,7 @@ from realhf.base.hf_config import (
     MEMORY_PARTS,
     ModelSize,
     estimate_size,
+    gathered_bytes,
     model_size,
     scoring_memory,
     trainer_memory,
@@ -284,14 +285,14 @@ MEMORY_ADVICE = (
 """Advice that names the options which reduce a trainer's memory."""
 
 
-MERGED = "merged"
-"""Part of the memory that holds weights with their adapters added, while a policy with adapters
-samples, is published or exported."""
+COPY = "copy"
+"""Part of the memory that holds whole weights apart from those that train: with adapters added, or
+gathered from all shards. It is there while a policy samples, is published or exported."""
 KEY_VALUES = "keys, values"
 """Part of the memory that generation holds; it is freed before other calls."""
 _KEPT = ("weights", "masters", "moments")
 """Parts of the memory that a process holds between calls."""
-_IN_CALLS = (("gradients", "activations", "logits"), (MERGED, KEY_VALUES))
+_IN_CALLS = (("gradients", "activations", "logits", "unsharded"), (COPY, KEY_VALUES))
 """Parts of the memory that one call holds: one that trains or scores, and one that samples."""
 _IN_SERVER = (("activations", KEY_VALUES),)
 """Parts of the memory that a server holds besides its weights."""
@@ -350,7 +351,7 @@ def estimate_needs(
             parts = None
             if size is not None:
                 memory = gpu_bytes if on_gpu else 0
-                parts = _model_worker_bytes(spec, model, size, config, memory)
+                parts = _model_worker_bytes(spec, model, size, config, memory, index)
             needs.append(MemoryNeed(name, model.role, model.path, device(name), parts))
             if size is not None:
                 needs += _estimate_host_needs(spec, model, size, index)
@@ -516,17 +517,18 @@ def _model_worker_bytes(
     size: ModelSize,
     config: ExperimentConfig,
     gpu_bytes: int,
+    index: int,
 ) -> dict[str, int]:
-    """Return the bytes of each part of the memory of a role in a model worker: its training state,
-    or only weights and a scoring pass if it is not trained, and the KV cache of the episodes that
-    the worker samples itself. ``gpu_bytes`` is the memory of its GPU, 0 on the host."""
+    """Return the bytes of each part of the memory of a role in model worker ``index``: its training
+    state, or only weights and a scoring pass if it is not trained, and the KV cache of the episodes
+    that the worker samples itself. ``gpu_bytes`` is the memory of its GPU, 0 on the host."""
     tokens = max(
         config.mb_spec.max_tokens_per_mb or MICRO_BATCH_TOKENS, config.rollout.max_total_tokens
     )
     sessions = sampled_sessions(spec)
     samples = (
         spec.rollout is None
-        and sessions
+        and sessions > 0
         and model.role == "actor"
         and model.engine.name == "embedded"
     )
@@ -534,12 +536,14 @@ def _model_worker_bytes(
     if samples:
         kv_cache = key_value_bytes(model, size, config, sessions)
     if not model.trainable:
-        weights = 0 if model.base_of else weight_bytes(size, model.dtype)
-        scoring = scoring_memory(size, model.dtype, tokens, gpu_bytes)
+        parts = model.parallel.fsdp
+        weights = 0 if model.base_of else weight_bytes(size, model.dtype) // parts
+        scoring = scoring_memory(size, model.dtype, tokens, gpu_bytes, parts)
         return {
             "weights": weights,
             "activations": scoring.activations,
             "logits": scoring.logits if model.head == "lm" else 0,
+            "unsharded": scoring.unsharded,
             KEY_VALUES: kv_cache,
         }
     rank = model.lora.rank if model.lora is not None else 0
@@ -558,9 +562,9 @@ def _model_worker_bytes(
         lora_rank=rank,
         gpu_bytes=gpu_bytes,
         predicts_tokens=model.head == "lm",
+        parts=model.parallel.fsdp,
     )
     publishes = spec.rollout is not None and spec.rollout.role == model.role
-    merged = sum(map(math.prod, size.matrices)) if rank and (samples or publishes) else 0
     return {
         "weights": training.weights,
         "masters": training.masters,
@@ -568,9 +572,23 @@ def _model_worker_bytes(
         "moments": training.moments,
         "activations": passes.activations,
         "logits": passes.logits,
-        MERGED: (4 if model.dtype == "float32" else 2) * merged,
+        "unsharded": passes.unsharded,
+        COPY: _copy_bytes(model, size, samples, publishes, index == model.workers[0]),
         KEY_VALUES: kv_cache,
     }
+
+
+def _copy_bytes(
+    model: ModelSpec, size: ModelSize, samples: bool, publishes: bool, first: bool
+) -> int:
+    """Return the bytes of the whole weights that a trainer has apart from those that it trains. The
+    ``first`` worker of a sharded one gathers them to publish and export them, all of them do to
+    sample."""
+    if model.parallel.fsdp > 1 and (samples or first):
+        return gathered_bytes(size, model.dtype)
+    if model.lora is not None and (samples or publishes):
+        return (4 if model.dtype == "float32" else 2) * sum(map(math.prod, size.matrices))
+    return 0
 
 
 def key_value_bytes(

@@ -470,6 +470,11 @@ def test_a_model_of_8b_on_two_of_four_gpus_is_refused_on_each(check: Check) -> N
     assert "(no reference) or give it another worker" in plan.said[0] != plan.said[1]
     graph = main([*options.split(), "mode=graph"])
     assert graph == 0, "where nothing is loaded nothing has to fit"
+    larger = check("4xB200", options, "async_rl.n_generation_workers=2").memory
+    first = larger["model_worker/0", "actor", "GPU 0"]
+    other = larger["model_worker/1", "actor", "GPU 1"]
+    assert first["unsharded"] == other["unsharded"] > 8, "embedding and head, and their gradients"
+    assert first["copy"] > 15.2 and other["copy"] == 0, "the first worker publishes"
 
 
 @pytest.mark.slow

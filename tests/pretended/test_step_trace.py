@@ -95,7 +95,7 @@ def test_a_step_is_traced_by_what_holds_the_memory(
     assert train["masters"] == (0 if lora else near(PARAMETERS, 4))
     assert train["gradients"] == near(trained, 4) and train["moments"] == near(trained, 8)
     merged = sum(map(math.prod, MATRICES)) if lora else 0
-    assert rows["actor_gen"]["merged"] == near(merged, 2) and train["merged"] == 0
+    assert rows["actor_gen"]["copy"] == near(merged, 2) and train["copy"] == 0
     assert rows["actor_gen"]["keys, values"] > 0 == train["keys, values"]
     assert rows["ref_inf"]["gradients"] == 0 < train["activations"] and train["logits"] > 0
     for name, syncs in (("ref_inf", 1), ("actor_train", 29)):

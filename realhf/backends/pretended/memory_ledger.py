@@ -12,7 +12,17 @@ from realhf.backends.pretended.device import GPUProperties, PretendedDevice
 from realhf.backends.pretended.tensor import PretendedTensor
 from realhf.base.hf_config import MEMORY_PARTS
 
-WEIGHTS, MASTERS, GRADIENTS, MOMENTS, ACTIVATIONS, LOGITS, MERGED, KEY_VALUES = MEMORY_PARTS
+(
+    WEIGHTS,
+    MASTERS,
+    GRADIENTS,
+    MOMENTS,
+    ACTIVATIONS,
+    LOGITS,
+    UNSHARDED,
+    COPY,
+    KEY_VALUES,
+) = MEMORY_PARTS
 MERGING_FILE = "realhf/backends/training/lora.py"
 """File of the product that merges adapters."""
 _PART_OF_FILE = {
@@ -46,7 +56,7 @@ class LedgerDevice(PretendedDevice):
                 file = self._origins[key].line.partition(":")[0]
                 part = _PART_OF_FILE.get(file, ACTIVATIONS)
                 if self.samples and file == MERGING_FILE:
-                    part = MERGED
+                    part = COPY
                 self._part_of[key] = part
                 self.parts[part] += self.live_bytes - before
             return tensor
