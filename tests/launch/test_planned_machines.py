@@ -473,7 +473,7 @@ def test_a_model_of_8b_on_two_of_four_gpus_is_refused_on_each(check: Check) -> N
     larger = check("4xB200", options, "async_rl.n_generation_workers=2").memory
     first = larger["model_worker/0", "actor", "GPU 0"]
     other = larger["model_worker/1", "actor", "GPU 1"]
-    assert first["unsharded"] == other["unsharded"] > 8, "embedding and head, and their gradients"
+    assert first["unsharded"] == other["unsharded"] > 4, "embedding, head, and blocks in use"
     assert first["copy"] > 15.2 and other["copy"] == 0, "the first worker publishes"
 
 
