@@ -27,7 +27,7 @@ FIRST ?= 0
 # The tests start hundreds of Python processes; without bytecode each compiles the tree again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run check-all check-tasks run-tests test-all model train-real train-all-tiers mutation validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-mcp test-parquet test-tinker test-syntaxes test-agents test-vllm vllm-cuda test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
+.PHONY: run check-all check-tasks run-tests test-all model train-real train-all-tiers mutation validate-adversarial test-atropos bench-trajectory bench-skyrl crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-mcp test-parquet test-tinker test-syntaxes test-agents test-vllm vllm-cuda test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
@@ -44,6 +44,7 @@ help:
 	@echo "make red-team play every attack of the table, then FUZZ_COMMANDS=20000 drawn ones and EXTREMES=4000 that ask for too much, and print what was observed"
 	@echo "make screenshots  play in the playground, train some short runs and take the pictures of docs/images anew with Chromium (RUNS='folder ..')"
 	@echo "make bench-trajectory  install the original Atropos server beside it and measure both"
+	@echo "make bench-skyrl  install SkyRL's training server for the CPU beside it and measure both (ARGS='--steps 5 ..')"
 	@echo "make test-atropos  let the original's real clients and its own API tests talk to our server"
 	@echo "make crash-ledger  kill trajectory servers, and let their stores fail, for five minutes while clients push and pull; balance the books"
 	@echo "make test-openenv  install the real openenv packages beside it, let them talk to us, and train on their echo server"
@@ -265,6 +266,24 @@ test-mcp: install .venv-mcp/.installed
 	@$(call see_project,.venv-tinker)
 	.venv-tinker/bin/python -m pip install --quiet -c constraints.txt tinker
 	@touch $@
+
+# SkyRL's server starts its engine by uv. It needs older versions of transformers and huggingface_hub than the project's, and
+# reads passes in JSON only, which clients up to 0.24.1 send. It says that it runs on Python 3.11, but pydantic refuses its
+# typing.TypedDict before 3.12.
+SKYRL := skyrl[tinker,jax]==0.3.0 transformers==5.8.0 jax==0.10.2 jaxlib==0.10.2 flax==0.12.8 optax==0.2.8 \
+  orbax-checkpoint==0.12.8 fastapi==0.165.0 pydantic==2.14.4 SQLAlchemy==2.1.9 sqlmodel==0.0.50 tinker==0.24.1 uv==0.13.9
+TYPED_DICT := import typing, typing_extensions; typing.TypedDict = typing_extensions.TypedDict
+
+.venv-skyrl/.installed: | $(STAMP)
+	@echo "installing SkyRL's training server with JAX into .venv-skyrl (2.2 GB, three to eight minutes)"
+	$(BIN)/python -m venv .venv-skyrl
+	.venv-skyrl/bin/python -m pip install --quiet torch==2.13.0
+	.venv-skyrl/bin/python -m pip install --quiet torch==2.13.0 $(SKYRL)
+	echo '$(TYPED_DICT)' > "$$(.venv-skyrl/bin/python $(PACKAGES))/typed_dict.pth"
+	@touch $@
+
+bench-skyrl: model .venv-tinker/.installed .venv-skyrl/.installed
+	.venv-skyrl/bin/python benchmarks/training_servers.py models/smollm2_135m $(ARGS)
 
 test-tinker: install .venv-tinker/.installed
 	.venv-tinker/bin/python -m pytest -q -rs --run-nightly tests/tinker tests/web/test_four_servers.py

@@ -151,12 +151,18 @@ class Routes:
         return json_response(types.GetServerCapabilitiesResponse(supported_models=models))
 
     async def client_config(self, request: Request) -> Response:
-        """Return the client's settings: the size of the parts into which it splits a batch, and the
-        number of samples it requests at the same time."""
+        """Return the client's settings: the size of the parts into which it splits a batch, the
+        number of samples it requests at the same time, and, for clients before 0.25, that passes
+        are sent as protobuf."""
         await self._handler.body(request)
         max_chunk = max(1 << 20, (self._handler.options.max_body_mib << 20) // 4)
         return JSONResponse(
-            {"fwdbwd_max_chunk_bytes_count": max_chunk, "sample_max_concurrent_requests": 1024}
+            {
+                "fwdbwd_max_chunk_bytes_count": max_chunk,
+                "sample_max_concurrent_requests": 1024,
+                "proto_write_fwdbwd": True,
+                "fwd_via_fwdbwd": True,
+            }
         )
 
     async def dynamic_config(self, request: Request) -> Response:
