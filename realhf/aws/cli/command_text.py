@@ -8,6 +8,7 @@ are never joined: only a backslash at the end of a line joins it with the next o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from realhf.base.text import quote_states
@@ -15,6 +16,9 @@ from realhf.base.text import quote_states
 _FENCE = "```"
 _PROMPT = "$ "
 _BLANKS = (" ", "\t")
+_QUOTES = re.compile("['\"]")
+_QUOTED = re.compile("'[^']*'|\"[^\"]*\"")
+"""Quoted text, in a text without backslashes."""
 
 
 def read_command(text: str) -> str:

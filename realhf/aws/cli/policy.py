@@ -186,6 +186,9 @@ _FETCHED_OPTIONS = ("--template-url", "--stack-policy-url", "--stack-policy-duri
 are plain text and are never followed."""
 _BUCKET_OPTIONS = ("--bucket", "--copy-source")
 _KEY_OPTION = "--key"
+_WORDS = re.compile(r"""((?:[^ \t\r\n'"\\]|(['"])(?:(?<=')[^']*'|(?<=")[^"\\]*"))+)|[ \t\r\n]+""")
+"""A word without escapes, whose second group is set if a part of it is quoted, or blanks."""
+_QUOTED = re.compile(r"""'[^']*'|"[^"\\]*\"""")
 _PLAIN_NAMES_ONLY = "only plain names inside the working folder can be used"
 
 
@@ -248,12 +251,27 @@ def _split_words(command: str, max_bytes: int) -> list[str]:
             "one command at a time: a line continues in the next one after a backslash or in quotes",
         )
     try:
-        words = shlex.split(command, posix=True)
+        words = split_quickly(command) or shlex.split(command, posix=True)
     except ValueError as error:
         refuse("malformed", f"the command line cannot be parsed: {error}")
     if not words or words[0] != "aws":
         refuse("not-aws", "a command must start with: aws")
     return words[1:]
+
+
+def split_quickly(command: str) -> list[str]:
+    """Return the words of a command line as ``shlex.split`` does, or [] if it must do that itself:
+    there are none, a quote is open, or a backslash escapes something."""
+    words = []
+    position = 0
+    for match in _WORDS.finditer(command):
+        if match.start() != position:
+            return []
+        position = match.end()
+        word = match[1]
+        if word is not None:
+            words.append(_QUOTED.sub(lambda quoted: quoted[0][1:-1], word) if match[2] else word)
+    return words if position == len(command) else []
 
 
 def _has_bare_newline(command: str) -> bool:

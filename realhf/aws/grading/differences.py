@@ -19,7 +19,7 @@ from typing import Any
 
 from realhf.aws.grading.companions import CompanionGrants, find_companions, narrow_trust_policies
 from realhf.aws.grading.leftovers import OWN, Leaf, find_leftovers, mentions_any
-from realhf.aws.grading.meanings import MemberPosition, is_setting, only_describes
+from realhf.aws.grading.meanings import MemberPosition, derive, is_setting, only_describes
 from realhf.aws.grading.policy_comparison import Gain, Policies, TooManySteps
 from realhf.aws.grading.rights import Rights, RightsChange, compare_rights, read_rights
 from realhf.aws.grading.sent_settings import (
@@ -341,7 +341,10 @@ class EpisodeComparison:
         last = self.goal.last
         names = _match_names(end, goal.target.end, self._start_names)
         names |= {token: f"{OWN}{token}" for token in _generated_names([end]) if token not in names}
-        now = {goal.normalize_policy(leaf) for leaf in goal.read.leaves(end, names)}
+        now = {
+            goal.normalize_policy(leaf) if leaf[1].endswith(_POLICY) else leaf
+            for leaf in goal.read.leaves(end, names)
+        }
         missing_changes = list[str]()
         gained_rights = list[str]()
         new_resource_rights = list[str]()
@@ -762,8 +765,11 @@ class _LeafReader:
             ]
             counted[place, "", "{}"] += 1
             read = None if free else self._read.get(id(attributes))
-            if read is None:
-                read = _leaves(_without(attributes, free), "", MemberPosition.of(key))
+            if read is None and free:
+                read = [*_leaves(_without(attributes, free), "", MemberPosition.of(key))]
+            elif read is None:
+                where = MemberPosition.of(key)
+                read = derive(attributes, "leaves", partial(_list_leaves, attributes, where))
             if f"{key[0]}/{key[1]}" in self._verbatim:
                 read = [*read, (_VERBATIM, canonical(attributes, MemberPosition.of(key)))]
             for path, value in read:
@@ -771,6 +777,11 @@ class _LeafReader:
                     value = _TOKEN.sub(rename, value)
                 counted[place, path, value] += 1
         return {(*leaf, number) for leaf, count in counted.items() for number in range(count)}
+
+
+def _list_leaves(attributes: Mapping[str, Any], where: MemberPosition) -> list[tuple[str, str]]:
+    """Return (path, canonical text of the value) for each leaf of a resource."""
+    return [*_leaves(attributes, "", where)]
 
 
 def _leaves(value: Any, path: str, where: MemberPosition) -> Iterator[tuple[str, str]]:

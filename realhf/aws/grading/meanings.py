@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
+T = TypeVar("T")
 Key = tuple[str, str, str]
 """(service, kind, identity) of a resource. A kind "a/b" is a part of resources of the kind "a"."""
 Drops = Callable[[str, Mapping[str, Any]], bool]
@@ -30,6 +31,28 @@ _REFERENCE = re.compile(r"\{([^{}]+)\}")
 _SIBLING = "./"
 """Prefix of a path relative to the mapping that contains the member; other paths are relative to
 the resource."""
+
+
+class KeptAttributes(dict[str, Any]):
+    """A resource's attributes that several snapshots have in common and that never change. What is
+    derived from them is kept with them, see ``derive``."""
+
+    __slots__ = ("derived",)
+
+    def __init__(self, attributes: Mapping[str, Any]) -> None:
+        super().__init__(attributes)
+        self.derived: dict[str, Any] = {}
+        """What was derived from them, by name."""
+
+
+def derive(attributes: Mapping[str, Any], name: str, compute: Callable[[], T]) -> T:
+    """Return the result of ``compute``, which depends on nothing but a resource's attributes and
+    kind. It is computed once if the attributes are kept."""
+    if not isinstance(attributes, KeptAttributes):
+        return compute()
+    if name not in attributes.derived:
+        attributes.derived[name] = compute()
+    return attributes.derived[name]
 
 
 @cache

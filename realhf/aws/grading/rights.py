@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from realhf.aws.grading.meanings import derive
 from realhf.aws.grading.policy_comparison import (
     Budget,
     Gain,
@@ -315,7 +316,7 @@ def _attached_to_resource(
     policy."""
     if (service, kind) == ("kms", "grants"):
         return {f"kms/grants/{identity}": _read_key_grant(attributes, rename)}
-    policies = [*_find_policies(attributes, "")]
+    policies = _policies_of(attributes)
     if not policies:
         return {}
     owner = rename(arn_of(service, identity, attributes))
@@ -325,6 +326,11 @@ def _attached_to_resource(
         )
         for path, policy in policies
     }
+
+
+def _policies_of(attributes: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return (path, policy) for each policy in the attributes that has a principal."""
+    return derive(attributes, "policies", lambda: [*_find_policies(attributes, "")])
 
 
 def _find_policies(

@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Any
 from xml.etree import ElementTree
 
-from realhf.aws.grading.meanings import DOCUMENT, Key, drop_defaults
+from realhf.aws.grading.meanings import DOCUMENT, KeptAttributes, Key, drop_defaults
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 from realhf.aws.simulator.slot import Slot
 from realhf.aws.tasks.task import ACCOUNT_ID
@@ -350,7 +350,12 @@ def _parse_record(record: str, now: float) -> list[tuple[Key, Mapping[str, Any],
     ]
 
 
-_parse_cached = lru_cache(_CACHED_RECORDS)(_parse_record)
+@lru_cache(_CACHED_RECORDS)
+def _parse_cached(record: str, now: float) -> list[tuple[Key, Mapping[str, Any], int]]:
+    """See ``_parse_record``."""
+    return [
+        (key, KeptAttributes(value), serial) for key, value, serial in _parse_record(record, now)
+    ]
 
 
 def _number_mark(name: str, number: str) -> str:

@@ -65,30 +65,34 @@ class ForkedProcess:
     """Descriptor of the process; -1 after ``kill``."""
     name: str
     """Description of the process, for error messages."""
+    _status_file: int = -1
+    """Descriptor of /proc/PID/status; -1 as long as it is not open."""
 
     def alive(self) -> bool:
         """Return whether the process runs and has not been sent a SIGKILL. A process with threads
         takes milliseconds to exit, so a pending SIGKILL counts as the end."""
-        if self.pidfd < 0 or _is_readable(self.pidfd, 0):
+        if self.pidfd < 0:
             return False
-        return not _is_ending(self._status()) and not _is_readable(self.pidfd, 0)
+        status = self._status()
+        return not (_is_ending(status) if status else _is_readable(self.pidfd, 0))
 
     def stopped(self) -> bool:
         """Return whether the process is stopped by a signal (state T), until SIGCONT."""
         return _STOPPED.search(self._status()) is not None
 
     def _status(self) -> bytes:
-        """Return the contents of /proc/PID/status; b"" if the process is gone."""
+        """Return the contents of /proc/PID/status; b"" if the process is gone or this one has too
+        many files open.
+
+        The file stays open, since it is read before each command. It belongs to the process, not to
+        its pid: it cannot be read once the process is gone, whoever gets the pid.
+        """
         try:
-            status = os.open(f"/proc/{self.pid}/status", os.O_RDONLY)
+            if self._status_file < 0:
+                self._status_file = os.open(f"/proc/{self.pid}/status", os.O_RDONLY)
+            return os.pread(self._status_file, _STATUS_BYTES, 0)
         except OSError:
             return b""
-        try:
-            return os.read(status, _STATUS_BYTES)
-        except OSError:
-            return b""
-        finally:
-            os.close(status)
 
     def kill(self, timeout_s: float = 2.0) -> None:
         """Send SIGKILL and wait until the process is gone. Idempotent.
@@ -106,6 +110,9 @@ class ForkedProcess:
             )
         os.close(self.pidfd)
         self.pidfd = -1
+        if self._status_file >= 0:
+            os.close(self._status_file)
+            self._status_file = -1
 
 
 class ForkServer:

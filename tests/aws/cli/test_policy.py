@@ -2,14 +2,17 @@
 
 import os
 import random
+import shlex
 
 import botocore.session
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from realhf.aws.cli import virtual_folder
 from realhf.aws.cli.command_table import ALLOWED as ALLOWED_OPERATIONS
 from realhf.aws.cli.command_table import WAITERS
-from realhf.aws.cli.policy import check_command
+from realhf.aws.cli.policy import check_command, split_quickly
 from realhf.aws.cli.virtual_folder import MAX_FILES, MAX_FOLDERS, VirtualFolder, remove_folder
 from realhf.aws.cli.warm_cli import MAX_ALIASES, find_excess, has_many_aliases
 
@@ -423,3 +426,35 @@ def test_limits_count_what_lies_below(tmp_path) -> None:
             (files.path / f"f{number}" / "g" / str(name)).touch()
     assert files.enforce_limits() == MAX_FOLDERS - 10
     assert len([path for path in files.path.rglob("*") if path.is_file()]) == MAX_FILES
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "a",
+                "aws ",
+                " ",
+                "\t",
+                "\n",
+                "\r",
+                '"',
+                "'",
+                "\\",
+                "#",
+                "é",
+                "--x=",
+                "\x0b",
+                "\xa0",
+            ]
+        )
+    ).map("".join)
+)
+def test_words_are_split_as_a_shell_does_it(line: str) -> None:
+    words = split_quickly(line)
+    assert not words or words == shlex.split(line)
+
+
+def test_ordinary_lines_are_split_quickly() -> None:
+    for line in ("aws s3 ls", 'aws x y --z \'{"a": "b c"}\' --n "it\'s" --e \'\''):
+        assert split_quickly(line) == shlex.split(line)

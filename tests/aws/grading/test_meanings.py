@@ -9,7 +9,14 @@ import yaml
 
 from realhf.aws.grading import meanings, snapshot
 from realhf.aws.grading.differences import canonical
-from realhf.aws.grading.meanings import MemberPosition, holds_tags, is_setting, only_describes
+from realhf.aws.grading.meanings import (
+    KeptAttributes,
+    MemberPosition,
+    derive,
+    holds_tags,
+    is_setting,
+    only_describes,
+)
 from realhf.aws.grading.snapshot import snapshot_of
 
 TABLES = yaml.safe_load(
@@ -467,3 +474,16 @@ def test_structures_without_members_are_those_of_the_model() -> None:
     assert empty - {"Cont", "End", "Parquet"} == snapshot.STRUCTURES_WITHOUT_MEMBERS, (
         "the others are answers"
     )
+
+
+def test_what_is_derived_is_computed_once_for_kept_attributes_alone() -> None:
+    computed = []
+
+    def compute() -> int:
+        computed.append(1)
+        return len(computed)
+
+    kept = KeptAttributes({"Name": "a"})
+    assert [derive(kept, "count", compute), derive(kept, "count", compute)] == [1, 1]
+    assert derive(kept, "other", compute) == 2 and derive({"Name": "a"}, "count", compute) == 3
+    assert kept == {"Name": "a"}
