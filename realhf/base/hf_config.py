@@ -134,9 +134,8 @@ def weight_bytes(size: ModelSize, dtype: str) -> int:
 
 
 def gathered_bytes(size: ModelSize, dtype: str) -> int:
-    """Return the bytes that a worker needs to gather the whole weights of a sharded model. A head
-    that is not tied comes last, by way of two more tensors."""
-    return _BYTES[dtype] * (size.parameters + (0 if size.tied else 2 * size.head))
+    """Return the bytes of the whole weights of a sharded model, gathered tensor by tensor."""
+    return weight_bytes(size, dtype)
 
 
 CHUNK_BYTES = 3 << 24

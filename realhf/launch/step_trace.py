@@ -67,12 +67,6 @@ def trace_lines(
             continue
         traced.add(roles)
         own = [other for other in needs if other.process == need.process]
-        if sharded := next((role for role in roles if spec.models[role].parallel.fsdp > 1), ""):
-            yield (
-                f"trace: {need.process} is not traced, because {sharded}.backend="
-                f"{spec.models[sharded].backend} divides its weights over workers"
-            )
-            continue
         gpu = machine.gpus[need.device]
         trace = _trace(spec, config, roles, gpu)
         yield f"trace: {need.process} on GPU {need.device}, {_describe_gpu(gpu)}, GiB"
@@ -110,7 +104,8 @@ def _trace(
     models = {role: model for role, model in spec.models.items() if role in roles}
     calls = [call for call in spec.mfcs if call.model_role in roles]
     try:
-        return trace_step(models, calls, _find_shape(spec, config), properties)
+        published = spec.rollout.role if spec.rollout is not None else ""
+        return trace_step(models, calls, _find_shape(spec, config), properties, published)
     except (ModelLoadError, ValueError) as error:
         raise ConfigError(f"trace=true: {error}") from None
 
@@ -154,11 +149,10 @@ def _format(trace: StepTrace, needs: Sequence[MemoryNeed]) -> Iterator[str]:
     share = sum(plan.values()) / peak.peak_bytes - 1
     yield f"  the plan is {100 * abs(share):.0f} % {'above' if share > 0 else 'below'} the peak"
     for call in trace.calls:
-        where = "in a micro-batch" if call.micro_batches else "for two tokens of each sequence"
         products = f", {call.fp32_products} fp32 products" if call.fp32_products else ""
         yield (
             f"  {call.name}: {call.kernels} kernels and {call.syncs} waits for the GPU "
-            f"{where}{products}"
+            f"in {call.work}{products}"
         )
     if trace.host_bytes:
         yield f"  host: {trace.host_bytes / GIB:.2f} of moments"

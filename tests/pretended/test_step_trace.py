@@ -147,14 +147,16 @@ QWEN3 = {
     | {"num_attention_heads": 8},
     "0.6B": {"hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072}
     | {"num_attention_heads": 16},
+    "8B": {"hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12_288}
+    | {"num_attention_heads": 32},
     "4B": {"hidden_size": 2560, "num_hidden_layers": 36, "intermediate_size": 9728}
     | {"num_attention_heads": 32},
 }
-"""Shapes whose plan is compared with a trace; the last two are whole models of that name."""
+"""Shapes whose plan is compared with a trace; but for the first, whole models of that name."""
 WHOLE = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936}
 CASES = [
     pytest.param(model, checkpointing, lora, marks=[pytest.mark.nightly] * (model != "small"))
-    for model in QWEN3
+    for model in ("small", "0.6B", "4B")
     for checkpointing in (False, True)
     for lora in (0, 32)
 ]
@@ -176,5 +178,43 @@ def test_the_plan_is_within_five_per_cent_of_the_trace(
     given = ["experiment=grpo_async", "env=countdown", "ppo.kl_loss_coef=0", *options]
     assert main([*given, "ppo.use_decoupled_loss=false", "machine=2xB200", *arguments]) == 0
     rows = table_of(capsys.readouterr().out)
-    peak = max(row["in all"] for name, row in rows.items() if name != "plan")
-    assert rows["plan"]["in all"] == pytest.approx(peak, rel=0.05), rows
+    assert rows["plan"]["in all"] == pytest.approx(peak_of(rows), rel=0.05), rows
+    assert (rows["actor_publish"]["copy"] > 0) == bool(lora), "adapters are merged"
+
+
+def peak_of(rows: dict[str, dict[str, float]]) -> float:
+    return max(row["in all"] for name, row in rows.items() if name != "plan")
+
+
+@pytest.mark.parametrize(
+    ("model", "checkpointing"),
+    [
+        pytest.param("small", True),
+        *(
+            pytest.param(model, checkpointing, marks=pytest.mark.nightly)
+            for model in ("0.6B", "8B")
+            for checkpointing in (False, True)
+        ),
+    ],
+)
+def test_a_sharded_trainer_is_traced_with_what_it_has_whole(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], model: str, checkpointing: bool
+) -> None:
+    shape = SHAPE | WHOLE | QWEN3[model] | {"tie_word_embeddings": model != "8B"}
+    (Path(arguments[0].partition("=")[2]) / "config.json").write_text(json.dumps(shape))
+    options = [f"actor.gradient_checkpointing={str(checkpointing).lower()}"]
+    options += ["mb_spec.max_tokens_per_mb=4096", "rollout.max_total_tokens=1024"]
+    options += ["actor.workers=[0,1]", "actor.backend=fsdp2", "machine=4xB200"]
+    given = ["experiment=grpo_async", "env=countdown", "ppo.kl_loss_coef=0", *options]
+    assert main([*given, "ppo.use_decoupled_loss=false", *arguments]) == 0
+    printed = capsys.readouterr().out
+    rows = table_of(printed)
+    plan = rows["plan"]
+    train = rows["actor_train"]
+    publish = rows["actor_publish"]
+    assert printed.count("\ntrace: ") == 1, "both workers do the same"
+    assert plan["in all"] == pytest.approx(peak_of(rows), rel=0.05), rows
+    assert train["weights"] == pytest.approx(publish["copy"] / 2, rel=0.02, abs=0.011)
+    assert train["moments"] == pytest.approx(4 * train["weights"], rel=0.02, abs=0.03)
+    assert train["unsharded"] == pytest.approx(plan["unsharded"], rel=0.25) and train["copy"] == 0
+    assert publish["unsharded"] == 0

@@ -134,6 +134,10 @@ class PretendedDevice:
             ),
         }
 
+    def pass_through(self, operation: Any) -> None:
+        """Have an operation return its argument, where torch's meta kernel would copy it."""
+        self._handlers[id(operation)] = lambda _, tensor: tensor
+
     # ---- limits
 
     @contextlib.contextmanager
@@ -204,11 +208,7 @@ class PretendedDevice:
                 self._origins[key] = _Origin(self._n_allocations, line)
                 self._addresses[key] = self._next_address
                 self._next_address += max(size, _BLOCK_BYTES)
-                self._live_by_line[line] += size
-                self.live_bytes += size
-                if self.live_bytes > self.peak_bytes:
-                    self.peak_bytes = self.live_bytes
-                    self._rises = True
+                self._add(key, size)
                 weakref.finalize(storage, self._free, key)
         return PretendedTensor(plain, self, known)
 
@@ -227,6 +227,29 @@ class PretendedDevice:
             self._live_by_line[self._origins.pop(key).line] -= size
             self.live_bytes -= size
             self._unknown.discard(key)
+
+    def count_resized(self, storage: torch.UntypedStorage) -> None:
+        """Count the memory of a storage anew, whose size has changed; one of another device does
+        not count."""
+        key = storage._cdata
+        with self._lock:
+            if key not in self._sizes:
+                return
+            size = -(-storage.nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
+            added = size - self._sizes[key]
+            if added < 0 and self._rises:
+                self._note_peak()
+            self._sizes[key] = size
+            self._add(key, added)
+
+    def _add(self, key: int, nbytes: int) -> None:
+        """Count memory of a storage that is in use from now on, or not any more if ``nbytes`` is
+        negative."""
+        self._live_by_line[self._origins[key].line] += nbytes
+        self.live_bytes += nbytes
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes = self.live_bytes
+            self._rises = True
 
     def mark(self) -> int:
         """Return a number for the present moment, for ``allocated_since``."""

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from realhf.backends.pretended.device import GPUProperties, PretendedDevice
+from realhf.backends.pretended.source_lines import SHARDING
 from realhf.backends.pretended.tensor import PretendedTensor
 from realhf.base.hf_config import MEMORY_PARTS
 
@@ -29,10 +31,11 @@ _PART_OF_FILE = {
     "realhf/backends/training/optimizer.py": GRADIENTS,
     "realhf/backends/training/selected_logprobs.py": LOGITS,
     "realhf/backends/embedded/kv_cache.py": KEY_VALUES,
+    "realhf/backends/parallel/fsdp.py": COPY,
 }
 """Part of the memory that the product's files allocate. ``MERGING_FILE`` allocates merged weights
-while the device ``samples``. All others allocate activations, until
-``relabel`` says otherwise."""
+while the device ``samples``, and torch's FSDP unsharded ones. All others allocate activations,
+until ``relabel`` says otherwise."""
 
 
 class LedgerDevice(PretendedDevice):
@@ -53,8 +56,9 @@ class LedgerDevice(PretendedDevice):
             tensor = super().allocate(plain, known)
             if self.live_bytes != before:
                 key = plain.untyped_storage()._cdata
-                file = self._origins[key].line.partition(":")[0]
-                part = _PART_OF_FILE.get(file, ACTIVATIONS)
+                line = self._origins[key].line
+                file = line.partition(":")[0]
+                part = UNSHARDED if SHARDING in line else _PART_OF_FILE.get(file, ACTIVATIONS)
                 if self.samples and file == MERGING_FILE:
                     part = COPY
                 self._part_of[key] = part
@@ -66,6 +70,14 @@ class LedgerDevice(PretendedDevice):
             before = self.live_bytes
             super()._free(key)
             self.parts[self._part_of.pop(key, ACTIVATIONS)] -= before - self.live_bytes
+
+    def count_resized(self, storage: torch.UntypedStorage) -> None:
+        """See ``PretendedDevice.count_resized``."""
+        with self._lock:
+            before = self.live_bytes
+            super().count_resized(storage)
+            if self.live_bytes != before:
+                self.parts[self._part_of[storage._cdata]] += self.live_bytes - before
 
     def _note_peak(self) -> None:
         super()._note_peak()
@@ -83,7 +95,8 @@ class LedgerDevice(PretendedDevice):
         """Account for the memory of tensors as another part from now on; tensors of other devices
         do not count."""
         with self._lock:
-            for tensor in tensors:
+            for each in tensors:
+                tensor = each._local_tensor if isinstance(each, DTensor) else each
                 if not isinstance(tensor, PretendedTensor):
                     continue
                 key = tensor.untyped_storage()._cdata

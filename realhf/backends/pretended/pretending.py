@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch._dynamo  # which compares its own functions with those of torch that are replaced here
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,6 +31,8 @@ class _Interception(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         options = kwargs or {}
+        if DTensor in types:  # whose local tensors run their operations by themselves
+            return func(*args, **options)
         device = options.get("device")
         on_device = device is not None and torch.device(device).type == "cuda"
         if not on_device and not has_pretended(args) and not has_pretended(options.values()):

@@ -9,13 +9,16 @@ from pathlib import Path
 _PRODUCT = str(Path(__file__).resolve().parents[2])
 _ABOVE = len(str(Path(_PRODUCT).parent)) + 1
 _OWN = str(Path(__file__).resolve().parent)
-_MODELS = "/transformers/"
-"""Part of the path of a library whose line is named together with the product's."""
+SHARDING = "torch/distributed/fsdp/"
+"""How the names of the lines begin that shard a model and gather it."""
+_NAMED = ("transformers/", SHARDING)
+"""Folders of libraries whose lines are named together with the product's."""
 
 
 def calling_line() -> str:
     """Return ``realhf/FILE.py:LINE`` of the innermost frame of the product outside of this folder,
-    and the line of the model's own code if that is further inside; "?" without such a frame."""
+    and the line of the model's own code, or of what shards it, if that is further inside; "?"
+    without such a frame."""
     model = ""
     frame = sys._getframe(1)
     while frame is not None:
@@ -35,6 +38,7 @@ def _shorten(path: str) -> tuple[str, bool]:
     that is not named."""
     if path.startswith(_PRODUCT) and not path.startswith(_OWN):
         return path[_ABOVE:], True
-    if _MODELS in path:
-        return f"transformers/{path.rpartition(_MODELS)[2]}", False
+    for folder in _NAMED:
+        if f"/{folder}" in path:
+            return f"{folder}{path.rpartition(f'/{folder}')[2]}", False
     return "", False

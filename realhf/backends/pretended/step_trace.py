@@ -24,6 +24,7 @@ from realhf.api.experiment import InterfaceType, MFCDef, ModelSpec
 from realhf.api.keys import ROLLOUT_KEY, TORCH_NAMES, KeySpec, key_spec
 from realhf.api.model import CallContext, GenRequest, Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.backends.parallel.fsdp import FsdpEngine
 from realhf.backends.pretended.device import GPUProperties
 from realhf.backends.pretended.memory_ledger import (
     GRADIENTS,
@@ -33,6 +34,7 @@ from realhf.backends.pretended.memory_ledger import (
     LedgerDevice,
     count_kernels,
 )
+from realhf.backends.pretended.pretended_ranks import PretendedRanks, pretend_ranks
 from realhf.backends.pretended.pretending import pretend_gpu
 from realhf.backends.training.lora import LoraAdapters
 from realhf.backends.training.optimizer import HostMemory
@@ -45,6 +47,7 @@ from realhf.backends.training.torch_backend import (
 )
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.registry import interfaces
+from realhf.transport.weights import compute_layout
 
 N_MICRO_BATCHES = 2
 """Number of full micro-batches of the step that is traced."""
@@ -52,6 +55,8 @@ _SCORING = frozenset({"logprob", "critic", "self_teacher"})
 """Interfaces that score on the GPU. The others compute on the host, or ask a server."""
 
 
+_FULL = 0.98
+"""Fraction of its maximum of positions from which a micro-batch counts as full."""
 _FIRST_STEP = 1 << 20
 """Number of the first step, in which a critic has been warmed up."""
 
@@ -80,13 +85,13 @@ class CallTrace:
     """Maximum of the memory in use."""
     parts: Mapping[str, int]
     """Bytes at the peak for each of ``MEMORY_PARTS``."""
-    micro_batches: int = 0
-    """Number of micro-batches; 0 for a call that samples."""
+    work: str = "a micro-batch"
+    """What waits and kernels are counted in."""
     syncs: int = 0
-    """Maximum number of waits of the host for the device in a micro-batch; in a call that samples,
+    """Maximum number of waits of the host for the device in a micro-batch; without micro-batches,
     in all."""
     kernels: int = 0
-    """Number of kernels that a micro-batch launches on average; in a call that samples, in all."""
+    """Number of kernels that a micro-batch launches on average; without micro-batches, in all."""
     fp32_products: int = 0
     """Number of matrix products of fp32 factors."""
 
@@ -111,15 +116,24 @@ def trace_step(
     calls: Sequence[MFCDef],
     shape: BatchShape,
     properties: GPUProperties | None = None,
+    published: str = "",
 ) -> StepTrace:
     """Run the calls of one worker twice on a pretended GPU, the second time with optimizer moments
     in place, and return what the second time needed.
 
-    ``models`` are those of the worker, by role. Raises ModelLoadError for a model that is not
+    ``models`` are those of the worker, by role; ``published`` is the role whose weights it
+    publishes, if there is one. Of a sharded role the worker is the first. Raises ModelLoadError for a model that is not
     here, and ValueError for a call that makes no update.
     """
     device = LedgerDevice(properties)
-    with pretend_gpu(device), _pretend_host_memory(), _skip_trial_merge(), _quiet():
+    ranks = max(model.parallel.size for model in models.values())
+    sharded = any(model.parallel.fsdp > 1 for model in models.values())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pretend_gpu(device))
+        if sharded:
+            stack.enter_context(pretend_ranks(device, ranks))
+        for context in (_pretend_host_memory(), _skip_trial_merge(), _quiet()):
+            stack.enter_context(context)
         worker = _Worker(device, models, shape)
         trains = [call for call in calls if call.interface_type is InterfaceType.TRAIN_STEP]
         for call in trains:
@@ -133,6 +147,8 @@ def trace_step(
                 call.interface_type is InterfaceType.INFERENCE and call.interface in _SCORING
             ):
                 trace.calls.append(worker.run(call, N_MICRO_BATCHES))
+        if published in models:
+            trace.calls.append(worker.publish(published))
         return trace
 
 
@@ -145,10 +161,12 @@ class _Worker:
         self._device = device
         self._shape = shape
         self._models: dict[str, Model] = {}
+        self._engines: dict[str, TorchEngine] = {}
         self._modules: dict[str, Any] = {}
         for role, spec in sorted(specs.items(), key=lambda item: bool(item[1].base_of)):
             trained = self._models.get(spec.base_of)
             engine: Any = self._build(spec) if trained is None else trained.engine
+            self._engines[role] = engine
             engine = engine if trained is None else engine.base()
             self._models[role] = Model(role, engine, None)
             self._modules[role] = self._modules.get(spec.base_of) or engine.model
@@ -166,7 +184,7 @@ class _Worker:
         device.place(model)
         options: dict[str, Any] = engine_options(spec, total_train_steps=2 * _FIRST_STEP)
         options["compile"] = False  # its kernels are not torch's own
-        engine = TorchEngine(model, None, role=spec.role, **options)
+        engine = self._build_engine(spec, model, options)
         device.relabel([*model.parameters(), *model.buffers()], WEIGHTS)
         optimizer = engine.optimizer
         if optimizer is not None:
@@ -175,6 +193,12 @@ class _Worker:
             for parameter in optimizer.parameters:
                 parameter.register_post_accumulate_grad_hook(self._relabel_gradient)
         return engine
+
+    def _build_engine(self, spec: ModelSpec, model: Any, options: dict[str, Any]) -> TorchEngine:
+        if spec.parallel.fsdp == 1:
+            return TorchEngine(model, None, role=spec.role, **options)
+        ranks = PretendedRanks(spec.parallel)
+        return FsdpEngine(model, None, ranks=ranks, mesh=ranks.mesh, role=spec.role, **options)
 
     def _relabel_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -204,9 +228,8 @@ class _Worker:
         model = self._models[call.model_role]
         for each in self._models.values():
             getattr(each.engine, "release_generation", lambda: None)()
-        budget = call.mb_spec.max_tokens_per_mb or BATCH_TOKENS
-        sample = self._draw(call, micro_batches * max(budget, self._shape.total))
         spec = MicroBatchSpec(1, call.mb_spec.max_tokens_per_mb)
+        sample = self._draw_full(call, micro_batches, spec)
         context = CallContext(self._step, 1, spec, Path())
         interface = interfaces.get(call.interface)(**call.interface_args)
         trains = call.interface_type is InterfaceType.TRAIN_STEP
@@ -224,16 +247,30 @@ class _Worker:
         g = torch.Generator().manual_seed(1)
         texts = torch.randint(vocabulary, (shape.sessions, shape.total), generator=g).tolist()
         options = GenConfig(max_new_tokens=1)
-        with self._measure(call.name) as measured:
+        with self._measure(call.name, work="two tokens of each sequence") as measured:
+            if isinstance(engine, FsdpEngine):
+                engine.gather()
             for length in (shape.total // 2, shape.total - 1):
                 requests = [GenRequest(i, text[:length], seed=i) for i, text in enumerate(texts)]
                 engine.generator().generate(requests, options, stop_ids=(), seed=0)
         return measured()
 
+    def publish(self, role: str) -> CallTrace:
+        """Bring the weights of a role together and compute their digests, as it is done to publish
+        them. Their copy in host memory is not made."""
+        engine: Any = self._models[role].engine
+        with self._measure(f"{role}_publish", work="a version") as measured:
+            if isinstance(engine, FsdpEngine):
+                engine.gather()
+            compute_layout(engine.weights())
+        return measured()
+
     @contextlib.contextmanager
-    def _measure(self, name: str, model: Any = None) -> Iterator[Callable[[], CallTrace]]:
+    def _measure(
+        self, name: str, model: Any = None, work: str = CallTrace.work
+    ) -> Iterator[Callable[[], CallTrace]]:
         """Context manager that measures a call; yields a function that returns the result. With a
-        model, counts its micro-batches."""
+        model, counts its micro-batches, else takes ``work`` for one."""
         device = self._device
         device.micro_batches = []
         device.operations = Counter()
@@ -243,12 +280,12 @@ class _Worker:
         handle = None if model is None else device.watch(model)
         device.reset_peak()
         try:
-            yield lambda: self._summarise(name)
+            yield lambda: self._summarise(name, work)
         finally:
             if handle is not None:
                 handle.remove()
 
-    def _summarise(self, name: str) -> CallTrace:
+    def _summarise(self, name: str, work: str) -> CallTrace:
         device = self._device
         passes = device.micro_batches
         syncs = max((each.total() for each in passes), default=device.syncs.total())
@@ -257,7 +294,7 @@ class _Worker:
             name,
             device.peak_bytes,
             dict(device.peak_parts),
-            len(passes),
+            work,
             syncs,
             kernels,
             device.fp32_products.total(),
@@ -265,13 +302,33 @@ class _Worker:
 
     # ---- batches
 
-    def _draw(self, call: MFCDef, positions: int) -> SequenceSample:
-        """Return a batch of the keys that a call reads, of about ``positions`` positions if common
-        prompts are computed once."""
+    def _draw_full(self, call: MFCDef, micro_batches: int, spec: MicroBatchSpec) -> SequenceSample:
+        """Return a batch of about ``micro_batches`` micro-batches for each rank, the largest of
+        which is as full as can be: groups have as many sequences as fill rows and passes best, up
+        to those of the run."""
+        shape = self._shape
+        engine = self._engines[call.model_role]
+        budget = max(spec.max_tokens_per_mb or BATCH_TOKENS, shape.total)
+        positions = engine.ranks.size * micro_batches * budget
+        tail = shape.total - shape.prompt
+        largest = min(shape.group_size, max(2, -(-(positions - shape.prompt) // tail)))
+        best: tuple[int, SequenceSample] | None = None
+        for size in range(largest, 0, -1):
+            groups = -(-positions // (shape.prompt + size * tail))
+            sample = self._draw(call, groups, size)
+            passes = engine.split(sample, spec)
+            filled = max((part.positions for part in passes), default=0)
+            if best is None or filled > best[0]:
+                best = (filled, sample)
+            if filled >= _FULL * budget:
+                break
+        assert best is not None
+        return best[1]
+
+    def _draw(self, call: MFCDef, groups: int, size: int) -> SequenceSample:
+        """Return a batch of the keys that a call reads, of groups of ``size`` sequences."""
         shape = self._shape
         tail = shape.total - shape.prompt
-        size = min(shape.group_size, max(2, -(-(positions - shape.prompt) // tail)))
-        groups = -(-positions // (shape.prompt + size * tail))
         g = torch.Generator().manual_seed(2)
         vocabulary = _count_tokens(self._modules[call.model_role])
         stems = torch.randint(vocabulary, (groups, 1, shape.prompt), generator=g)

@@ -411,7 +411,7 @@ class TorchEngine:
     ) -> StepAccount:
         """Run the forward and backward passes of this rank."""
         account = StepAccount(_count_predictions(sample))
-        parts = self._split(sample, spec)
+        parts = self.split(sample, spec)
         n_extra = self._count_extra_passes(parts)
 
         def compute_loss(part: MicroBatch) -> Tensor:
@@ -438,7 +438,7 @@ class TorchEngine:
             self._run_pass(False, self._forward.run_zero_pass).backward()
         return account
 
-    def _split(self, sample: SequenceSample, spec: MicroBatchSpec) -> list[MicroBatch]:
+    def split(self, sample: SequenceSample, spec: MicroBatchSpec) -> list[MicroBatch]:
         """Return the micro-batches of this rank. Raises ValueError for an unknown token."""
         self._check_tokens(sample)
         forward = self._forward
@@ -516,7 +516,7 @@ class TorchEngine:
             return post_fn(self._forward(part.sample, part.rows), part.sample)
 
         with self._no_gradient_mode(), self._use_compiled_blocks(), self._threads.computing():
-            parts = self._split(sample, mb_spec)
+            parts = self.split(sample, mb_spec)
             n_extra = self._count_extra_passes(parts)
             for part in parts:
                 with explain_pass_oom(part.positions, len(part.rows), mb_spec.max_tokens_per_mb):

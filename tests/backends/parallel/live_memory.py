@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -51,7 +52,7 @@ class LiveBytes(TorchDispatchMode):
             return NotImplemented  # its operations on local tensors come here
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves((result, args)):
-            if isinstance(value, torch.Tensor) and value.device.type != "meta":
+            if type(value) in (torch.Tensor, nn.Parameter) and value.device.type != "meta":
                 storage = value.untyped_storage()
                 key = storage._cdata
                 if not any(_is_alive(table.get(key)) for table in (self._storages, self._copies)):
