@@ -103,6 +103,7 @@ class CliWorker:
         sandbox.redirect_standard_streams()
         os.chdir(folder)
         files = VirtualFolder(Path(folder))
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         budget = sandbox.WriteBudget(folders=MAX_FOLDERS, depth=MAX_DEPTH)
         guard.apply(folder, self._on_denied, budget)
@@ -113,9 +114,11 @@ class CliWorker:
                 channel.sendall(encode_frame({}))
                 continue
             budget.files = _WRITES_PER_COMMAND
-            budget.folders = files.enforce_limits()  # the folder may have been emptied since
+            # The folder may have been emptied since.
+            budget.folders = MAX_FOLDERS if is_empty(opened) else files.enforce_limits()
             reply = self._answer(message["argv"], message["stdout_cap"], message["stderr_cap"])
-            files.enforce_limits()
+            if not is_empty(opened):
+                files.enforce_limits()
             reply["stderr"] = reply["stderr"].replace(f"{folder}/", "").replace(folder, ".")
             reply["last"] = self._is_polluted(folder)
             channel.sendall(encode_frame(reply))
@@ -150,6 +153,13 @@ class CliWorker:
             or resident_bytes > MAX_RESIDENT_BYTES
             or not self.cli.connection.usable
         )
+
+
+def is_empty(folder: int) -> bool:
+    """Return whether an open folder has no entries. A descriptor needs no check of its path, which
+    would take longer than the rest."""
+    with os.scandir(folder) as entries:
+        return next(entries, None) is None
 
 
 def text_stream(sink: CappedSink) -> io.TextIOWrapper:
