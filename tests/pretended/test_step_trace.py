@@ -48,7 +48,10 @@ def arguments(tmp_path: Path) -> list[str]:
     (folder / "tokenizer_config.json").write_text("{}")
     (folder / "model.safetensors").touch()
     runs = tmp_path / "runs"
-    return [f"actor.path={folder}", f"fileroot={runs}", "mode=check", "trace=true"]
+    return [
+        *(f"actor.path={folder}", f"fileroot={runs}", "mode=check", "trace=true"),
+        "rollout.sessions=8",
+    ]
 
 
 def table_of(printed: str) -> dict[str, dict[str, float]]:
@@ -78,6 +81,7 @@ def test_a_step_is_traced_by_what_holds_the_memory(
         "env=countdown",
         "ppo.kl_loss_coef=0.1",
         "engine.name=embedded",
+        "rollout.max_total_tokens=2048",
         *adapters,
     ]
     assert main([*given, *arguments]) == 0
@@ -143,7 +147,7 @@ def test_what_cannot_be_traced_is_refused(
 
 
 QWEN3 = {
-    "small": {"hidden_size": 512, "num_hidden_layers": 6, "intermediate_size": 1536}
+    "small": {"hidden_size": 512, "num_hidden_layers": 3, "intermediate_size": 1536}
     | {"num_attention_heads": 8},
     "0.6B": {"hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072}
     | {"num_attention_heads": 16},
@@ -162,6 +166,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("model", "checkpointing", "lora"), CASES)
 def test_the_plan_is_within_five_per_cent_of_the_trace(
     arguments: list[str],
