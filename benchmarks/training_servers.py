@@ -162,10 +162,10 @@ def _settle(value: Any) -> Any:
     return value.result() if hasattr(value, "result") else value
 
 
-def draw_batches(steps: int, count: int, longest: int) -> list[list[list[int]]]:
-    """Return for each step ``count`` sequences of random tokens of different lengths."""
+def draw_batches(steps: int, count: int, shortest: int, longest: int) -> list[list[list[int]]]:
+    """Return for each step ``count`` sequences of random tokens: one of ``longest``, the others of
+    ``shortest`` to ``longest``."""
     draw = random.Random(1)
-    shortest = max(2, longest * 3 // 16)
     batches = []
     for _ in range(steps):
         lengths = [longest, *(draw.randint(shortest, longest) for _ in range(count - 1))]
@@ -327,7 +327,14 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
         for server in servers:
             print(f"{server.name}: {server.mib('VmRSS'):.0f} MiB before the first step")
         comparison = Comparison(servers, clients)
-        batches = draw_batches(arguments.steps + 1, arguments.sequences, arguments.longest)
+        batches = draw_batches(
+            arguments.steps + 1, arguments.sequences, arguments.shortest, arguments.longest
+        )
+        lengths = [len(row) for batch in batches for row in batch]
+        padded = arguments.longest * len(lengths)
+        print(
+            f"sequences padded to the longest would have {padded / sum(lengths):.2f} of the tokens"
+        )
         for loss in arguments.losses:
             comparison.run(batches, loss)
         print(", ".join(f"{each.name}: peak {each.mib('VmHWM'):.0f} MiB" for each in servers))
@@ -347,11 +354,9 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="folder of the model (Llama, Qwen3)")
     parser.add_argument("--steps", type=int, default=5, help="steps after the first")
     parser.add_argument("--sequences", type=int, default=16, help="sequences of a step")
+    parser.add_argument("--shortest", type=int, default=48, help="least tokens of a sequence")
     parser.add_argument(
-        "--longest",
-        type=int,
-        default=256,
-        help="most tokens of a sequence; one has them, the others from 3/16 of them",
+        "--longest", type=int, default=256, help="most tokens of a sequence; one of a step has them"
     )
     parser.add_argument("--rank", type=int, default=16, help="rank of the adapters")
     parser.add_argument(
@@ -384,8 +389,10 @@ def main() -> None:
     ):
         if not Path(file).exists():
             parser.error(f"there is no {file}; `make {recipe}` makes it, --help names the option")
-    if arguments.steps < 0 or arguments.sequences < 1 or arguments.longest < 2:
-        parser.error("--steps is 0 or more, --sequences 1 or more, --longest 2 or more")
+    if arguments.steps < 0 or arguments.sequences < 1:
+        parser.error("--steps is 0 or more, --sequences 1 or more")
+    if not 2 <= arguments.shortest <= arguments.longest:
+        parser.error("--shortest is 2 or more and at most --longest")
     with tempfile.TemporaryDirectory() as folder:
         compare(arguments, Path(folder))
 

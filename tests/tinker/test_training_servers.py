@@ -20,7 +20,7 @@ from tests.tinker.conftest import Server as ServerProcess
 
 BATCHES = [
     [[token % 256 for token in row] for row in batch]
-    for batch in draw_batches(steps=3, count=3, longest=20)
+    for batch in draw_batches(steps=3, count=3, shortest=4, longest=20)
 ]
 
 
