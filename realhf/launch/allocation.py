@@ -90,9 +90,10 @@ def _check_servers(
     gpu_count: int,
     elsewhere: Callable[[str], bool] | None,
 ) -> None:
-    """Raise ConfigError for several vLLM servers on one GPU whose shares are more than all of its
-    memory: by default a server takes nearly all, or half of what a trainer leaves. Whether a
-    trainer fits beside them is a matter of the plan (``realhf.launch.engine_plan``)."""
+    """Raise ConfigError for several vLLM servers on one GPU whose shares are more than one alone
+    takes: each has a context and captured graphs besides its share. By default a server takes
+    nearly all, or half of what a trainer leaves. Whether a trainer fits beside them is a matter of
+    the plan (``realhf.launch.engine_plan``)."""
     model = spec.models[spec.rollout.role] if spec.rollout is not None else None
     if (
         spec.rollout is None
@@ -115,7 +116,7 @@ def _check_servers(
     }
     for gpu, names in on_gpu.items():
         whole = SERVER_SHARE / 2 if gpu in trained else SERVER_SHARE
-        if len(names) > 1 and (share is None or share * len(names) > 1):
+        if len(names) > 1 and (share is None or share * len(names) > SERVER_SHARE):
             raise ConfigError(
                 f"async_rl.n_generation_workers={spec.rollout.options.n_generation_workers}: "
                 f"{len(names)} vLLM servers would share GPU {gpu}, and "

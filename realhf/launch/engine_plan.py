@@ -166,6 +166,13 @@ def _find_room(
     if share is not None or not trainers:
         room = int(gpu.total_bytes * (share or SERVER_SHARE)) - weights - SERVER_BYTES
     else:
+        # A server knows the trainer of its own model only. What other processes have on the GPU may
+        # not be there yet when it starts, and the moments of other roles are not.
+        own = [other for other in needs if not is_engine(other) and other.role == need.role][:1]
+        worker = need.process.removeprefix(_SERVER_OF)
+        before = [other for other in there if other.process == worker and not is_engine(other)]
+        loaded = _sum([each.bytes for each in before or own if each.bytes], "weights", "masters")
+        first_update = _sum([each.bytes for each in own if each.bytes], "gradients", "moments")
         whole = server_room(
             gpu.free_bytes, gpu.free_bytes, loaded=loaded, first_update=first_update
         )

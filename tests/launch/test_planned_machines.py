@@ -628,9 +628,9 @@ def test_an_engine_is_planned_with_what_it_gets(check: Check) -> None:
             ": lower engine.gpu_memory_utilization (vLLM takes 67.7 GiB); or ",
         ),
         (
-            f"{ASYNC} async_rl.n_generation_workers=2 engine.gpu_memory_utilization=0.5",
-            95,
-            ": lower engine.gpu_memory_utilization (vLLM takes 39.8 GiB); or start fewer "
+            f"{ASYNC} async_rl.n_generation_workers=2 engine.gpu_memory_utilization=0.45",
+            87,
+            ": lower engine.gpu_memory_utilization (vLLM takes 35.8 GiB); or start fewer "
             "generation workers (async_rl.n_generation_workers); or generate on a GPU without a ",
         ),
     ],
@@ -678,9 +678,23 @@ def test_the_share_that_is_named_for_two_servers_fits(
     options = f"{ASYNC} async_rl.n_generation_workers=2"
     refused = check(machine, options)
     named = f"engine.gpu_memory_utilization={share}"
+    halves = check(machine, options, "engine.gpu_memory_utilization=0.5")
+    assert halves.code == 2 and "each takes 0.5 of its memory" in halves.said[-1]
+    assert halves.said[-1].endswith(f"give each at most {named}"), "a context is beside each"
     assert refused.code == 2 and refused.said[-1].endswith(f"give each at most {named}")
     plan = check(machine, options, named)
     assert plan.code == 0 and plan.warnings == []
+
+
+@pytest.mark.slow
+def test_a_server_does_not_know_of_the_critic_beside_it(check: Check) -> None:
+    """It starts with half of what its own trainer leaves."""
+    options = "env=countdown actor.path=Qwen/Qwen3-0.6B actor.gradient_checkpointing=true"
+    servers = [
+        check("1xB200", f"experiment={name}", options).memory["generation/0", "actor", "GPU 0"]
+        for name in ("grpo_async", "ppo_async")
+    ]
+    assert servers[0] == servers[1]
 
 
 @pytest.mark.slow
