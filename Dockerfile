@@ -5,7 +5,7 @@
 FROM python:3.11-slim-bookworm
 
 RUN apt-get update \
- && apt-get install -y --no-install-recommends bubblewrap git make openssl \
+ && apt-get install -y --no-install-recommends bubblewrap gcc git libc6-dev make openssl \
  && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /realhf

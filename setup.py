@@ -83,6 +83,7 @@ setup(
             "aws/playground/static/*",
             "aws/simulator/*.json",
             "aws/training/policy/*",
+            "backends/embedded/*.c",
             "base/look/*",
             "environments/policies/*/*",
             "view/static/*",

@@ -14,10 +14,15 @@ ratio is that of one repeat.
 
 Then the weights are replaced while all episodes play: milliseconds in which no token is sampled.
 
-A step of decoding reads every weight once, so it cannot be faster than memory: the bound is the
-bytes of the weights over the bandwidth that a sum of as many bytes reaches in the same session.
-Beside it stands a step of decoding alone, with all episodes in play, and the share of the bound
-that it reaches.
+A step of decoding reads every weight, and the keys and values of every sequence, at least once (of
+tokens that sequences have in common, once in all), and multiplies them. So it can be faster neither
+than memory nor than arithmetic. Both bounds are measured in the same session, with the same threads:
+that by memory is these bytes over the rate at which a sum of as many bytes reads them, that by
+arithmetic is the operations of all products, attention included, over the best rate at which torch
+multiplies 256 rows by one of the model's weights. All of these are CPU seconds divided by the number
+of threads, the same as seconds on a quiet machine. Beside them stands a step of decoding alone, with
+all episodes in play, and its share of the nearer bound. `--bounds` prints nothing else, and
+`--uncompiled` the same without the compiled forward pass, in turns.
 """
 
 from __future__ import annotations
@@ -29,22 +34,27 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from realhf.api.config import BuiltinModelConfig, GenConfig
 from realhf.api.generation import StreamingGenerator
 from realhf.api.model import GenOutput, GenRequest
 from realhf.backends.builtin_policy import build_model, train_tokenizer
+from realhf.backends.embedded import decode_core
 from realhf.backends.embedded.continuous_batching import ContinuousGenerator
 from realhf.backends.embedded.decode_core import DecodeCore, DecodeTurn
+from realhf.backends.embedded.kernels import onednn_linear, supports_onednn
+from realhf.backends.embedded.memory import token_bytes
 from realhf.backends.training.tokenizer_loading import load_tokenizer
 from realhf.backends.training.torch_backend import load_causal_lm
 
@@ -247,55 +257,163 @@ def compare(
     return result
 
 
+def clock() -> float:
+    """Return the CPU seconds of this process per thread that computes, which other programs on the
+    machine change less than the time of day."""
+    return time.process_time() / torch.get_num_threads()
+
+
 def bandwidth(size: int, repeats: int) -> float:
     """Return the rate at which ``size`` bytes of memory are read, in bytes per second; the best of
     the repeats."""
     memory = torch.ones(size // 4)
     best = float("inf")
     for _ in range(repeats + 1):
-        began = time.perf_counter()
+        began = clock()
         memory.sum()
-        best = min(best, time.perf_counter() - began)
+        best = min(best, clock() - began)
     return size / best
 
 
-def decode_seconds(model: Any, concurrent: int, repeats: int) -> float:
-    """Return the seconds of one decoding step for ``concurrent`` sequences, which samples one token
-    each; the best of 8 steps per repeat."""
-    core = DecodeCore(model)
-    turns = [
-        DecodeTurn(GenRequest(i, episode.prompt), GenConfig(), frozenset(), 1 << 8, i)
-        for i, episode in enumerate(episodes(concurrent, 7, model.config.vocab_size))
+@dataclass(frozen=True)
+class StepWork:
+    """What a step of decoding has to read and to compute at least."""
+
+    bytes_read: int
+    """Size of the weights, and of the keys and values of all different prefixes."""
+    operations: int
+    """Multiplications and additions of all products."""
+
+
+def step_work(model: Any, texts: Sequence[Sequence[int]]) -> StepWork:
+    """Return the work of a step that decodes the next token of each of these texts."""
+    config = model.config
+    weights = {p.data_ptr(): p for p in model.parameters()}
+    size = sum(parameter.numel() * parameter.element_size() for parameter in weights.values())
+    ordered = sorted(map(list, texts))
+    shared = [
+        next((i for i, (a, b) in enumerate(zip(*pair, strict=False)) if a != b), len(pair[0]))
+        for pair in pairwise(ordered)
     ]
-    core.join(turns)
-    while not all(len(turn.token_ids) > 1 for turn in turns):
-        core.step(0)
-    best = float("inf")
-    for _ in range(8 * repeats):
-        began = time.perf_counter()
-        core.step(0)
-        best = min(best, time.perf_counter() - began)
+    different = sum(map(len, texts)) - sum(shared)
+    linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    products = 2 * len(texts) * sum(module.weight.numel() for module in linear)
+    head_dim = model.model.layers[0].self_attn.head_dim
+    attention = 4 * config.num_attention_heads * head_dim * config.num_hidden_layers
+    return StepWork(
+        size + different * token_bytes(config, model.dtype),
+        products + attention * sum(map(len, texts)),
+    )
+
+
+@torch.inference_mode()
+def arithmetic(model: Any, repeats: int) -> float:
+    """Return the best rate of a product of 256 rows with one of the model's weights, in operations
+    per second."""
+    weights = {tuple(m.weight.shape): m.weight for m in model.modules() if hasattr(m, "weight")}
+    best = 0.0
+    for shape, weight in weights.items():
+        if len(shape) != 2:
+            continue
+        x = torch.ones(256, shape[1])
+        kernels: list[Callable[[Tensor, Tensor], Tensor]] = [torch.nn.functional.linear]
+        if supports_onednn(weight):
+            kernels.append(onednn_linear)
+        operations = 2 * 256 * weight.numel()
+        for kernel in kernels:
+            for _ in range(repeats + max(0, 10**8 // operations)):
+                began = clock()
+                kernel(x, weight)
+                best = max(best, operations / (clock() - began))
     return best
 
 
-def beside_the_bound(model: Any, concurrent: int, repeats: int) -> dict[str, float]:
-    """Compare a decoding step with the time that reading the weights takes at the measured memory
-    bandwidth; print and return the result."""
-    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    rate = bandwidth(size, 3 * repeats)
-    took = decode_seconds(model, concurrent, repeats)
-    least = size / rate
+class DecodeRun:
+    """Decoding of ``concurrent`` sequences, one step at a time."""
+
+    def __init__(self, model: Any, concurrent: int) -> None:
+        self._core = DecodeCore(model)
+        self._turns = [
+            DecodeTurn(GenRequest(i, episode.prompt), GenConfig(), frozenset(), 1 << 9, i)
+            for i, episode in enumerate(episodes(concurrent, 7, model.config.vocab_size))
+        ]
+        self._core.join(self._turns)
+        while not all(len(turn.token_ids) > 1 for turn in self._turns):
+            self._core.step(0)
+
+    def texts(self) -> list[list[int]]:
+        """Return all sequences."""
+        return [[*turn.request.token_ids, *turn.token_ids] for turn in self._turns]
+
+    def step(self) -> float:
+        """Run a step, which samples one token of each sequence; return its
+        seconds by ``clock``."""
+        began = clock()
+        self._core.step(0)
+        return clock() - began
+
+
+def beside_the_bounds(
+    model: Any, concurrent: int, repeats: int, *, uncompiled: bool
+) -> dict[str, Any]:
+    """Compare a decoding step with the times that reading and arithmetic take at the measured
+    rates; print and return the result. ``uncompiled``: also measure steps of a model that has no
+    compiled forward pass, in turns."""
+    runs = {"step": DecodeRun(model, concurrent)}
+    if uncompiled:
+        with without_compiled_pass():
+            runs["uncompiled"] = DecodeRun(model, concurrent)
+    took: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(8 * repeats):
+        for name, run in runs.items():
+            took[name].append(run.step())
+    work = step_work(model, runs["step"].texts())
+    read_rate = bandwidth(work.bytes_read, 3 * repeats)
+    operation_rate = arithmetic(model, 3 * repeats)
+    memory_s = work.bytes_read / read_rate
+    arithmetic_s = work.operations / operation_rate
+    nearer = "memory" if memory_s > arithmetic_s else "arithmetic"
+    bound_s = max(memory_s, arithmetic_s)
     print(
-        f"  a step of decoding takes {1e3 * took:.1f} ms; its {size / 1e6:.0f} MB of weights at "
-        f"{rate / 1e9:.1f} GB/s "
-        f"take {1e3 * least:.1f} ms: {100 * least / took:.0f} % of the bound by memory"
+        f"  bounds of a step: {work.bytes_read / 1e6:.0f} MB at {read_rate / 1e9:.1f} GB/s take "
+        f"{1e3 * memory_s:.2f} ms, {work.operations / 1e6:.0f} million operations at "
+        f"{operation_rate / 1e9:.0f} GFLOP/s take {1e3 * arithmetic_s:.2f} ms"
     )
+    shares = {}
+    for name, seconds in took.items():
+        best = min(seconds)
+        shares[name] = bound_s / best
+        print(
+            f"  {'a step of decoding' if name == 'step' else 'without the compiled pass'} takes "
+            f"{1e3 * best:.2f} ms (median {1e3 * statistics.median(seconds):.2f}), "
+            f"{concurrent / best:.0f} tokens/s: {100 * shares[name]:.0f} % of the bound by {nearer}"
+        )
+    if uncompiled:
+        ratio = spread([a / b for a, b in zip(took["uncompiled"], took["step"], strict=True)])
+        print(
+            f"  the compiled pass is {ratio['median']:.2f} times as fast ({ratio['min']:.2f} to "
+            f"{ratio['max']:.2f})"
+        )
     return {
-        "weight_bytes": size,
-        "bytes_per_second": rate,
-        "step_seconds": took,
-        "bound_share": least / took,
+        "bytes_read": work.bytes_read,
+        "bytes_per_second": read_rate,
+        "operations": work.operations,
+        "operations_per_second": operation_rate,
+        "seconds": {name: spread(seconds) for name, seconds in took.items()},
+        "bound_shares": shares,
     }
+
+
+@contextmanager
+def without_compiled_pass() -> Iterator[None]:
+    """Context manager in which generators that start use the forward pass of torch's operations, as
+    where there is no compiler."""
+    build = decode_core.build_compiled_decoder
+    decode_core.build_compiled_decoder = lambda model, cache: None
+    try:
+        yield
+    finally:
+        decode_core.build_compiled_decoder = build
 
 
 def models(folder: Path | None) -> list[Any]:
@@ -363,6 +481,10 @@ def main() -> None:
     parser.add_argument(
         "--vllm", type=Path, default=Path(".venv-vllm/bin/vllm"), help="left out if it is not there"
     )
+    parser.add_argument("--bounds", action="store_true", help="only a step beside its bounds")
+    parser.add_argument(
+        "--uncompiled", action="store_true", help="also a step without the compiled forward pass"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -370,6 +492,14 @@ def main() -> None:
     model, reference = models(args.model)
     vocabulary = model.config.vocab_size
     figures: dict[str, Any] = {"threads": args.threads, "repeats": args.repeats}
+    if args.bounds:
+        for concurrent in args.concurrent:
+            print(f"{concurrent} sequences on {args.threads} threads")
+            figures[str(concurrent)] = beside_the_bounds(
+                reference, concurrent, args.repeats, uncompiled=args.uncompiled
+            )
+        write(args.json, figures)
+        return
     with ExitStack() as stack:
         engine = ContinuousGenerator(model, threads=args.threads)
         stack.callback(engine.close)
@@ -384,7 +514,9 @@ def main() -> None:
         for concurrent in args.concurrent:
             print(f"{concurrent} episodes at once, tokens per second on {args.threads} threads")
             figures[str(concurrent)] = compare(plays, concurrent, args.repeats, vocabulary)
-            figures[str(concurrent)] |= beside_the_bound(reference, concurrent, args.repeats)
+            figures[str(concurrent)] |= beside_the_bounds(
+                reference, concurrent, args.repeats, uncompiled=args.uncompiled
+            )
             pauses = spread(weight_pauses(engine, reference, concurrent, 3 * args.repeats))
             figures[str(concurrent)]["weight_pause_ms"] = pauses
             print(
@@ -392,8 +524,13 @@ def main() -> None:
                 f"to "
                 f"{pauses['max']:.1f}; target {TARGET_PAUSE_MS:g})"
             )
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    write(args.json, figures)
+
+
+def write(path: Path | None, figures: dict[str, Any]) -> None:
+    """Write the figures to a file, if one is given."""
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

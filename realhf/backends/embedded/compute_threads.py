@@ -112,6 +112,19 @@ class LinuxCoreAccount:
             os.close(descriptor)
 
 
+def find_libgomp() -> ctypes.CDLL | None:
+    """Return the loaded libgomp, or None if the process has loaded none or more than one."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[5] for line in lines if "/libgomp" in line}
+    if len(paths) != 1:
+        return None
+    library = ctypes.CDLL(paths.pop())
+    return library if hasattr(library, "GOMP_parallel") else None
+
+
 class OmpSpin:
     """Switch between long and short spinning of this process's OpenMP threads.
 
@@ -128,15 +141,8 @@ class OmpSpin:
     def find(computing: int) -> OmpSpin | None:
         """Return the switch for the loaded libgomp, or None if the process has loaded none or more
         than one."""
-        try:
-            lines = Path("/proc/self/maps").read_text().splitlines()
-        except OSError:
-            return None
-        paths = {line.split(maxsplit=5)[5] for line in lines if "/libgomp" in line}
-        if len(paths) != 1:
-            return None
-        library = ctypes.CDLL(paths.pop())
-        return OmpSpin(library, computing) if hasattr(library, "GOMP_parallel") else None
+        library = find_libgomp()
+        return None if library is None else OmpSpin(library, computing)
 
     @property
     def is_short(self) -> bool:

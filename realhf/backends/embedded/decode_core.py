@@ -20,6 +20,11 @@ from torch import Tensor
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
+from realhf.backends.embedded.compiled_decoder import (
+    CompiledDecoder,
+    build_compiled_decoder,
+    sample_rows,
+)
 from realhf.backends.embedded.forward_pass import (
     Decoding,
     FastDecoder,
@@ -329,7 +334,7 @@ class DecodeCore:
         self._max_bytes = max_bytes
         self._max_cache_bytes: int | None = None
         self._table = RowTable(max_rows)
-        self._forward_pass: FastDecoder | ModulePass | None = None
+        self._forward_pass: CompiledDecoder | FastDecoder | ModulePass | None = None
         self._running: list[DecodeTurn] = []
         # Largest (rows, columns) of the cache before it was released.
         self._largest_shape = (0, 0)
@@ -574,12 +579,14 @@ class DecodeCore:
         self._table.lengths[rows] += 1
         return Decoding(rows, self._table.tokens[rows, positions], positions, self._table.tokens)
 
-    def _forward(self) -> FastDecoder | ModulePass:
+    def _forward(self) -> CompiledDecoder | FastDecoder | ModulePass:
         """Return the forward pass of the model."""
         if self._forward_pass is None:
-            self._forward_pass = build_fast_decoder(self.model, self._cache) or ModulePass(
-                self.model, self._cache, self.limit
-            )
+            fast = build_fast_decoder(self.model, self._cache)
+            if fast is None:
+                self._forward_pass = ModulePass(self.model, self._cache, self.limit)
+            else:
+                self._forward_pass = build_compiled_decoder(self.model, self._cache) or fast
         return self._forward_pass
 
     def _sample_next(
@@ -655,8 +662,15 @@ class DecodeCore:
             by_parameters.setdefault(
                 (turn.config.temperature, turn.config.top_p, turn.config.top_k), []
             ).append(i)
-        draws = torch.from_numpy(uniform).to(logits.device)
         banned = self._banned_tokens(turns, logits)
+        if len(by_parameters) == 1 and banned is None:
+            [(temperature, top_p, top_k)] = by_parameters
+            compiled = isinstance(self._forward_pass, CompiledDecoder)
+            if compiled and temperature > 0 and top_p == 1 and not top_k:
+                sampled = sample_rows(logits, uniform, temperature)
+                if sampled is not None:
+                    return sampled
+        draws = torch.from_numpy(uniform).to(logits.device)
         if len(by_parameters) == 1:
             tokens, logprobs = sample_tokens(logits, draws, turns[0].config, banned)
             return tokens.cpu().numpy(), logprobs.cpu().numpy()

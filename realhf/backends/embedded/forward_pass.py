@@ -3,13 +3,14 @@ faster decoder without them.
 
 A pass consists of *decoding*, which feeds one token to each of many rows, and *pieces*, the missing
 tokens of rows that join. For small models on a CPU, the Python layers around the arithmetic cost
-more than the arithmetic, so ``FastDecoder`` computes Llama and Qwen without them.
+more than the arithmetic, so ``FastDecoder`` computes Llama and Qwen without them. On a CPU
+``compiled_decoder`` replaces it where there is a C compiler.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,21 +198,27 @@ def build_fast_decoder(model: Any, cache: RowCache) -> FastDecoder | None:
     Otherwise log a warning and return None."""
     reason = _find_unsupported(model)
     if reason is None:
-        decoder = FastDecoder(model, cache)
-        difference = _measure_difference(model)
-        allowed = _tolerance(model)
-        if difference <= allowed:
-            return decoder
-        reason = (
-            f"its logits differ by {difference:.2g} from the module's, which is more than "
-            f"{allowed:.2g}"
-        )
+        reason = find_deviation(model, lambda cache: FastDecoder(model, cache))
+        if reason is None:
+            return FastDecoder(model, cache)
     _log.warning(
         "%s generates through transformers, which is slower on a CPU: %s",
         type(model).__name__,
         reason,
     )
     return None
+
+
+def find_deviation(model: Any, build: Callable[[RowCache], Any]) -> str | None:
+    """Return how much the logits of a forward pass, which ``build`` returns for a cache, differ from
+    the model's on a short test sequence; None if they are equal up to rounding."""
+    difference = _measure_difference(model, build)
+    allowed = _tolerance(model)
+    if difference <= allowed:
+        return None
+    return (
+        f"its logits differ by {difference:.2g} from the module's, which is more than {allowed:.2g}"
+    )
 
 
 def _tolerance(model: Any) -> float:
@@ -252,8 +259,8 @@ def _find_unsupported(model: Any) -> str | None:
 
 
 @torch.no_grad()
-def _measure_difference(model: Any) -> float:
-    """Return the relative difference between the decoder's and the model's logits on a test
+def _measure_difference(model: Any, build: Callable[[RowCache], Any]) -> float:
+    """Return the relative difference between a forward pass's and the model's logits on a test
     sequence, which is fed first as a piece and then token by token."""
     device = model.device
     ids = (torch.arange(_PROBE_TOKENS) * 7919 + 3) % model.config.vocab_size
@@ -261,7 +268,7 @@ def _measure_difference(model: Any) -> float:
     cache = RowCache()
     tokens = ids.numpy()
     cache.reserve(2, _PROBE_TOKENS)
-    decoder = FastDecoder(model, cache)
+    decoder = build(cache)
     n_prefilled = MIN_ROWS
     logits = [decoder.run(None, [PrefillPiece(1, 0, tokens[:n_prefilled])])]
     for at in range(n_prefilled, _PROBE_TOKENS):
@@ -406,7 +413,7 @@ class FastDecoder:
         embedding: Tensor = self._embedding["weight"]
         plan = _PassPlan(decoding, pieces, embedding.device, embedding)
         x = embedding[plan.tokens]
-        cos, sin = (table[plan.columns][:, None] for table in self._rotary_tables(embedding))
+        cos, sin = (table[plan.columns][:, None] for table in self.rotary_tables(embedding))
         head = torch.arange(self._kv_heads, device=x.device)
         target = (
             (plan.rows[:, None] * self._kv_heads + head) * self._cache.columns
@@ -462,7 +469,7 @@ class FastDecoder:
         mixed = blocks_attention(query, keys, values, plan.mask, plan.blocks, scale)
         return mixed[rows] if plan.has_idle_rows else mixed
 
-    def _rotary_tables(self, like: Tensor) -> tuple[Tensor, Tensor]:
+    def rotary_tables(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosine and signed sine for each position, (columns, dim). The sine of the first
         half is negated, so that the half rotation of rotary embeddings becomes a roll."""
         columns = self._cache.columns
@@ -475,5 +482,5 @@ class FastDecoder:
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply the rotary embedding to ``x`` (tokens, heads, dim), with the tables of
-    ``_rotary_tables``."""
+    ``rotary_tables``."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
