@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_hour.models import choose_device
 from benchmarks.gpu_hour.recording import Check, CheckFailed, Recorder, Setting
 from benchmarks.harness.gpu_figures import timed
 from realhf.backends.training.device_use import peak_of
@@ -23,7 +24,7 @@ _MAX_GRADIENT_ERROR = 5e-3
 
 def check_kernels(record: Recorder, setting: Setting) -> None:
     """Check the kernels of this device."""
-    device = torch.device("cuda:0" if setting.cuda else "cpu")
+    device = choose_device(setting)
     with record.check("a bf16 product", needed=True) as check:
         _check_product(check, device)
     name = "bf16 products with fp32 results"

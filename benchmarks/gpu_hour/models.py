@@ -19,6 +19,11 @@ _LOGIT_DEVIATION = 3.0
 """Standard deviation of a random model's logits, with which tokens have favourites."""
 
 
+def choose_device(setting: Setting) -> torch.device:
+    """Return where models of this machine compute."""
+    return torch.device("cuda:0" if setting.cuda else "cpu")
+
+
 def make_config(setting: Setting) -> Qwen3Config:
     """Return the shape of the models of this machine."""
     shape: dict[str, Any] = {

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu_hour.models import (
     build_model,
+    choose_device,
     describe_shape,
     make_config,
     make_sample,
@@ -74,7 +75,7 @@ class Trainer:
     """The trainer's model in bf16, in a folder for servers as well, and in fp32 to compare with."""
 
     def __init__(self, setting: Setting) -> None:
-        device = torch.device("cuda:0" if setting.cuda else "cpu")
+        device = choose_device(setting)
         self.name = describe_shape(setting)
         self.folder = setting.folder / "model"
         if setting.model is not None:

@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_hour.models import build_model, describe_shape, make_config, make_sample
+from benchmarks.gpu_hour.models import (
+    build_model,
+    choose_device,
+    describe_shape,
+    make_config,
+    make_sample,
+)
 from benchmarks.gpu_hour.recording import CheckFailed, Recorder, Setting
 from benchmarks.harness.gpu_figures import Shape, timed, train_operations
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
@@ -109,7 +115,7 @@ def check_steps(record: Recorder, setting: Setting) -> None:
     (folder / "model.safetensors").touch()
     traces = [_start_trace(setting, folder, shape) for shape in shapes]
     try:
-        device = torch.device("cuda:0" if setting.cuda else "cpu")
+        device = choose_device(setting)
         with record.check("a model to train", needed=True) as check:
             model = build_model(config, device, torch.bfloat16)
             options = OptimizerConfig(lr=1e-6)
