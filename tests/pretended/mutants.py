@@ -45,6 +45,8 @@ from tests.pretended.mutation import (
 FOLDER = "tests/pretended"
 LEFT_OUT = tuple(f"--ignore={FOLDER}/{name}.py" for name in ("test_mutants", "test_step_trace"))
 """Options of pytest for tests that are about this program, or slow and about whole models."""
+ALL_CASES = "--run-nightly"
+"""Option of pytest for all cases of tests of which a plain run draws some."""
 MEMORY_TESTS = "test_memory.py"
 UNREACHED = "no test reaches it"
 SURVIVES = "survives"
@@ -138,7 +140,8 @@ class _Recorder:
 def _play(switch: Switch, tests: Sequence[str], stops: bool) -> _Recorder:
     """Run tests in this process, silently."""
     recorder = _Recorder(switch)
-    options = ["-q", "-p", "no:cacheprovider", "--no-header", "--tb=no", *(["-x"] if stops else [])]
+    options = [ALL_CASES, "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
+    options += ["-x"] if stops else []
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
@@ -457,7 +460,8 @@ def _preload() -> None:
 
     nowhere = Path(os.devnull)
     with nowhere.open("w") as file, contextlib.redirect_stdout(file):
-        pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", FOLDER, *LEFT_OUT])
+        options = ["--collect-only", ALL_CASES, "-q", "-p", "no:cacheprovider"]
+        pytest.main([*options, FOLDER, *LEFT_OUT])
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ def requests() -> list[GenRequest]:
     return [GenRequest(slot, prompt, seed=slot) for slot, prompt in enumerate(PROMPTS)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gpt2"])
 def test_the_embedded_engine_waits_twice_a_token(
     gpu: PretendedDevice, engine_on: Build, architecture: str
@@ -96,6 +97,7 @@ def test_the_streaming_engine_takes_published_weights(
     assert held.keys() == published.keys()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lora", [None, LoraConfig(4, 8.0)], ids=["full", "adapters"])
 def test_a_checkpoint_goes_on(
     gpu: PretendedDevice,

@@ -44,6 +44,7 @@ def lines_of(held: Counter[str]) -> str:
     return ", ".join(f"{size} at {line}" for line, size in held.most_common(8))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "adapters"])
 def test_a_micro_batch_leaves_its_loss_only(
     gpu: PretendedDevice, engine_on: Build, lora: LoraConfig | None
@@ -79,6 +80,7 @@ def test_scoring_keeps_no_activations(
     assert trained.total() <= frozen.total(), lines_of(trained - frozen)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "adapters"])
 def test_a_step_frees_what_generation_holds(
     gpu: PretendedDevice, engine_on: Build, context: CallContext, lora: LoraConfig | None

@@ -43,6 +43,7 @@ class ServedLoss:
         return losses.sum(), {}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lora", [None, LoraConfig(4, 8.0)], ids=["full", "adapters"])
 def test_gradients_add_up_and_a_step_follows(
     gpu: PretendedDevice, engine_on: Build, lora: LoraConfig | None

@@ -71,6 +71,7 @@ def near(parameters: int, bytes_each: int) -> Any:
     return pytest.approx(parameters * bytes_each / GIB, abs=0.011)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lora", [0, 4])
 def test_a_step_is_traced_by_what_holds_the_memory(
     arguments: list[str], capsys: pytest.CaptureFixture[str], lora: int
@@ -166,7 +167,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("model", "checkpointing", "lora"), CASES)
 def test_the_plan_is_within_five_per_cent_of_the_trace(
     arguments: list[str],

@@ -129,6 +129,7 @@ def test_dpo_and_supervised_steps(
     assert stats["lr"] > 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 def test_adapters_train_and_their_base_scores(
     gpu: PretendedDevice, engine_on: Build, context: CallContext, dtype: torch.dtype
@@ -142,6 +143,7 @@ def test_adapters_train_and_their_base_scores(
         engine.base().logprobs(rollouts(), temperature=1.0, mb_spec=context.mb_spec)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "adapters"])
 def test_checkpointing_needs_less_memory(
     gpu: PretendedDevice, engine_on: Build, context: CallContext, lora: LoraConfig | None
