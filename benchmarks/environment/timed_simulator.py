@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from typing import Any
 
@@ -22,7 +23,6 @@ def install() -> None:
     TIMERS.time(account_state.AccountState, "report", "snapshot")
     TIMERS.time(account_state.ModuleSwitches, "restore", "reset")
     build_owner_app = ministack_server.owner_app
-    TIMERS.time(ministack_server.SelectorGate, "__call__", "MiniStack")
 
     def owner_app(app: Any, *arguments: Any) -> Any:
         inner = build_owner_app(app, *arguments)
@@ -41,9 +41,9 @@ def install() -> None:
 
     def import_modules() -> Any:
         threads = load()
-        TIMERS.time(
-            ministack_server.importlib.import_module("ministack.app"), "_reset_all_state", "reset"
-        )
+        app = importlib.import_module("ministack.app")
+        TIMERS.time(app, "app", "MiniStack")
+        TIMERS.time(app, "_reset_all_state", "reset")
         return threads
 
     ministack_server._import_modules = import_modules
