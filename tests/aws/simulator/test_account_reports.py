@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.aws.simulator import account_state
@@ -88,6 +88,8 @@ def made_anew(state: AccountState, drawn: list[str]) -> list[str]:
     return other.report()
 
 
+@pytest.mark.slow
+@settings(max_examples=60)
 @given(actions=ACTIONS)
 def test_a_report_is_what_it_would_be_if_it_were_made_anew(actions: list[tuple[Any, ...]]) -> None:
     with the_only_store() as store:
