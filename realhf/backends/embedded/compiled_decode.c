@@ -42,6 +42,8 @@ typedef float Eight __attribute__((vector_size(32)));
    are read from the first-level cache. */
 #define DEPTH 768
 #define BLOCK 4096
+/* Blocks of weights by which reading is ahead of computing. */
+#define AHEAD 6
 /* Floats of a line of the cache. */
 #define LINE 16
 
@@ -130,7 +132,8 @@ INLINE Four sum_lanes(Vector a, Vector b, Vector c, Vector d) {
 #if LANES == 4
     Four ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
     Four cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
-    return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+    return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) +
+           __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
 #else
 #if LANES == 16
 #define HALVES(v)                                                                                  \
@@ -181,7 +184,7 @@ INLINE Vector exponential(Vector x) {
 
 /* Sums of products of `rows` rows of x and four rows of weights, for the rows in `y`. `add`: add
    to y. The weights beyond `valid` are read from the last valid row, and their sums dropped. The
-   weights `ahead` floats further on are fetched into the cache, unless it is 0. */
+   weights `ahead` floats further on are fetched into the second-level cache, unless it is 0. */
 INLINE void multiply_tile(const int rows, const float *x, int64_t x_stride, const float *weight,
                           int64_t weight_stride, int64_t depth, float *y, int64_t y_stride,
                           int64_t valid, const float *bias, int add, int64_t ahead) {
@@ -198,10 +201,10 @@ INLINE void multiply_tile(const int rows, const float *x, int64_t x_stride, cons
     for (; k + LANES <= depth; k += LANES) {
         Vector v[TILE_ROWS];
         if (ahead && k % LINE == 0) {
-            __builtin_prefetch(w0 + ahead + k);
-            __builtin_prefetch(w1 + ahead + k);
-            __builtin_prefetch(w2 + ahead + k);
-            __builtin_prefetch(w3 + ahead + k);
+            __builtin_prefetch(w0 + ahead + k, 0, 2);
+            __builtin_prefetch(w1 + ahead + k, 0, 2);
+            __builtin_prefetch(w2 + ahead + k, 0, 2);
+            __builtin_prefetch(w3 + ahead + k, 0, 2);
         }
 #pragma GCC unroll 8
         for (int i = 0; i < rows; i++) {
@@ -277,7 +280,7 @@ static void multiply(const float *x, int64_t x_stride, int64_t rows, const float
                     float *ys = y + i * y_stride + j;
                     int64_t valid = MIN(TILE_COLUMNS, stop - j);
                     int64_t ahead =
-                        i == 0 && stop + 2 * block <= end ? 2 * block * weight_stride : 0;
+                        i == 0 && stop + AHEAD * block <= end ? AHEAD * block * weight_stride : 0;
 #define TILE(n)                                                                                    \
     multiply_tile(n, xs, x_stride, ws, weight_stride, part, ys, y_stride, valid, b, adds, ahead)
                     if (height == TILE_ROWS)
@@ -578,7 +581,8 @@ static void attend(const struct part *part, const struct layer *layer, int64_t a
     for (int64_t i = 0; i < size; i++) {
         const float *query =
             part->query + ((at - part->first + i) * model->heads + head * group) * dim;
-        for (int64_t k = 0; k < group * dim; k++) packed[i * group * dim + k] = query[k] * layer->scale;
+        float *to = packed + i * group * dim;
+        for (int64_t k = 0; k < group * dim; k++) to[k] = query[k] * layer->scale;
     }
     memset(gathered, 0, sizeof(float) * rows * dim);
 #define OWN(token) (pass->column[token] + 1 - shared)
