@@ -22,8 +22,9 @@ ROOMS: dict[str, str] = {
     "backends/embedded": "api base",
     "backends/training": "api backends/embedded base",
     "registry": "",
-    "backends/pretended": "api backends/embedded backends/parallel backends/training base registry",
     "backends/parallel": "api backends/embedded backends/training base",
+    "backends/pretended": "api backends/embedded backends/parallel backends/training base registry "
+    "transport",
     "backends/vllm/broadcast": "",
     "backends/vllm": "api backends/embedded backends/vllm/broadcast base",
     "backends": "api backends/embedded backends/training backends/vllm base",
