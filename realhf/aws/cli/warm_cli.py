@@ -416,6 +416,8 @@ class WarmCli:
         self._document: Mapping[str, Any] = {}
         self._blobs = ""
         self._relaxed_arguments: list[Any] = []
+        # (argument table, its items before the command)
+        self._used_tables: list[tuple[dict[str, Any], list[tuple[str, Any]]]] = []
         self._undo = UndoLog()
         self._log = RequestLog()
         _restrict_param_files(self._refuse)
@@ -454,6 +456,7 @@ class WarmCli:
             self._get_client(
                 command._service_name, region_name=REGION, endpoint_url=ENDPOINT, verify=None
             )
+        self._used_tables.clear()
 
     def run(
         self, argv: list[str], stdout: io.TextIOBase, stderr: io.TextIOBase
@@ -480,8 +483,18 @@ class WarmCli:
             for argument in self._relaxed_arguments:
                 argument.required = True
             self._relaxed_arguments = []
+            self._restore_tables()
             self._document = {}
         return code or 0, self._log.entries
+
+    def _restore_tables(self) -> None:
+        """Restore the argument tables that the command used. Without pagination, the CLI replaces
+        its own options in them by those of the operation that have the same names."""
+        for table, items in self._used_tables:
+            if [*table.items()] != items:
+                table.clear()
+                table.update(items)
+        self._used_tables.clear()
 
     def _relax_required(self, argument_table: Mapping[str, Any], **_: Any) -> None:
         """Make all options optional if the command has a document with parameters."""
@@ -579,8 +592,9 @@ class WarmCli:
             return parser
 
         def operation_parser(
-            operation: clidriver.ServiceOperation, arg_table: Mapping[str, Any]
+            operation: clidriver.ServiceOperation, arg_table: dict[str, Any]
         ) -> Any:
+            self._used_tables.append((arg_table, [*arg_table.items()]))
             for event_name, handler in scoped.get(id(operation), ()):
                 operation._session.register(event_name, handler)
             shape = tuple((id(argument), argument.required) for argument in arg_table.values())

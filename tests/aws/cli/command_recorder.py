@@ -1,17 +1,20 @@
 """Process that runs command lines in the CLI driver, with or without its short cuts, and tells all
 that came of it.
 
-    python -m tests.aws.cli.command_recorder (quick|plain) [descriptor of a connection]
+    python -m tests.aws.cli.command_recorder (quick|plain) (SERVICES|all) [descriptor of a connection]
 
-Each line of its input is JSON, ``{"commands": [...], "answers": [...]}``: the simulator's answers
-that are replayed if there is no connection. Each line of its output is a JSON list with one entry for
-each command: what the worker answers, the requests as sent, and the answers that they got.
+SERVICES, with commas between them, are loaded before the first command. Each line of its input is
+JSON, ``{"commands": [...], "answers": [...]}``: the simulator's answers that are replayed if there is
+no connection. Each line of its output is a JSON list with one entry for each command: what the worker
+answers, the requests as sent, and the answers that they got. Of a command whose output runs away, it
+holds the process's largest size instead of an answer.
 """
 
 import base64
 import itertools
 import json
 import os
+import resource
 import socket
 import sys
 import tempfile
@@ -23,19 +26,24 @@ import awscli  # noqa: F401  (must be first: makes the name botocore refer to th
 from realhf.aws.cli import short_cuts
 from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.cli.policy import check_command
-from realhf.aws.cli.worker import CliWorker
+from realhf.aws.cli.worker import CliWorker, RunawayOutput
+
+DATA_BYTES = 1 << 30
+"""Maximum memory of the process, as that of a worker is limited."""
 
 
 def main() -> None:
     """Answer lines until the input ends."""
     if sys.argv[1] == "plain":
         short_cuts.install = lambda session: None
-    descriptors = [int(word) for word in sys.argv[2:]]
+    descriptors = [int(word) for word in sys.argv[3:]]
+    services = ALLOWED if sys.argv[2] == "all" else sys.argv[2].split(",")
     sys.argv = ["aws"]  # the parsers name the program after it
     numbers = itertools.count()
     uuid.uuid4 = lambda: uuid.UUID(int=next(numbers), version=4)  # tokens of requests
+    resource.setrlimit(resource.RLIMIT_DATA, (DATA_BYTES, DATA_BYTES))
     worker = CliWorker("000000000000")
-    worker.cli.preload(ALLOWED)
+    worker.cli.preload({service: ALLOWED[service] for service in services})
     connection = worker.cli.connection
     exchange = connection._exchange
     sent: list[str] = []
@@ -65,7 +73,11 @@ def main() -> None:
             words = [*verdict.argv, *verdict.own.words] or command.split()[1:]
             sent.clear()
             got.clear()
-            answer = worker._answer(words, 1 << 20, 1 << 20)
+            try:
+                answer = worker._answer(words, 1 << 20, 1 << 20)
+            except RunawayOutput:
+                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+                answer = {"runaway": True, "peak_bytes": peak}
             results.append({**answer, "sent": [*sent], "got": [*got]})
         print(json.dumps(results), flush=True)
 

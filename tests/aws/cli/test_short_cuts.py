@@ -1,6 +1,8 @@
 """The CLI driver with its short cuts against the CLI's own code: the same bytes go to the
 simulator, and the same output, errors and requests come out."""
 
+import base64
+import itertools
 import json
 import subprocess
 import sys
@@ -88,11 +90,47 @@ SPELLINGS = (
     "aws s3api list-buckets help",
 )
 
+PAGINATED = (
+    ("acm list-certificates", "--next-token t"),
+    ("efs describe-file-systems", "--marker m"),
+    ("elbv2 describe-load-balancers", "--marker m"),
+    ("iam list-users", "--marker m"),
+    ("lambda list-functions", "--marker m"),
+    ("route53 list-hosted-zones", "--marker m"),
+    ("ses list-identities", "--next-token t"),
+)
+"""Operations with an option that the CLI replaces by its own of the same name, as long as it
+paginates, and an option that makes it stop that."""
+USERS = b"""<ListUsersResponse><ListUsersResult><Users><member><UserName>a</UserName></member><member>
+<UserName>b</UserName></member></Users><IsTruncated>false</IsTruncated></ListUsersResult>
+</ListUsersResponse>"""
+BUCKETS = b"<ListAllMyBucketsResult><Buckets></Buckets></ListAllMyBucketsResult>"
+
+
+def pagination_pairs() -> list[str]:
+    """Return commands in which each way to paginate an operation, or not to, follows each other
+    one."""
+    commands = []
+    for operation, token in PAGINATED:
+        ways = ("", "--max-items 1", token, f"{token} --max-items 5", "--no-paginate --max-items=5")
+        ways = (*ways, "--no-paginate --page-size 3", "--no-paginate")
+        commands += [
+            f"aws {operation} {way}".strip()
+            for pair in itertools.product(ways, ways)
+            for way in pair
+        ]
+    return commands
+
+
+def xml(text: bytes) -> list[Any]:
+    """Return an answer to be replayed."""
+    return [200, {"content-type": "text/xml"}, base64.b64encode(text).decode()]
+
 
 @contextmanager
-def recorder(mode: str, slot: Slot | None = None) -> Iterator[Any]:
+def recorder(mode: str, services: str = "all", slot: Slot | None = None) -> Iterator[Any]:
     """Start a process that runs commands; yield a function of (commands, answers)."""
-    program = [sys.executable, "-m", "tests.aws.cli.command_recorder", mode]
+    program = [sys.executable, "-m", "tests.aws.cli.command_recorder", mode, services]
     fds = []
     if slot is not None:
         fds.append(slot.ministack.connect())
@@ -124,7 +162,7 @@ def play_both(ids: Sequence[int], spellings: Sequence[str]) -> int:
     pool.start()
     try:
         slot = pool.acquire()
-        with recorder("plain", slot) as plain, recorder("quick") as quick:
+        with recorder("plain", slot=slot) as plain, recorder("quick") as quick:
             worlds = [build_and_read(slot, number) for number in ids]
             for world in [*worlds, lambda: spellings]:
                 commands = world()
@@ -148,9 +186,45 @@ def build_and_read(slot: Slot, number: int) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["plain", "quick"])
+def test_a_command_leaves_no_option_of_its_own_to_the_next(mode: str) -> None:
+    """Without pagination, an operation's own --max-items takes the place of the CLI's."""
+    befores = ["", "--no-paginate", "--marker m --max-items 5", "--no-paginate --max-items 5"]
+    commands = [
+        line
+        for before in befores
+        for line in (f"aws iam list-users {before}", "aws iam list-users --max-items 1")
+    ]
+    with recorder(mode, "iam") as warm, recorder(mode, "iam") as fresh:
+        last = warm(commands, [xml(USERS)] * len(commands))
+        alone = fresh(commands[1:2], [xml(USERS)])
+    assert [result["exit_code"] for result in last] == [0] * len(commands)
+    assert "NextToken" in alone[0]["stdout"]
+    for result in [*last, *alone]:
+        del result["sent"]  # contains the number of the request
+    assert last[1::2] == alone * len(befores)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_doublings", [18, 100])
+def test_an_endless_answer_ends_before_it_takes_memory(n_doublings: int) -> None:
+    command = f"aws s3api list-buckets --query '{'|'.join(['[@,@]'] * n_doublings)}'"
+    assert check_command(command).rule is None
+    with recorder("quick", "s3api") as quick:
+        small, large = quick(["aws s3api list-buckets", command], [xml(BUCKETS)] * 2)
+    assert small["exit_code"] == 0 and large["runaway"]
+    assert large["peak_bytes"] < 250 << 20
+
+
+@pytest.mark.slow
 def test_spellings_and_solutions_come_out_the_same() -> None:
     numbers = [template.task_id for template in load_templates()][::25]
     assert play_both(numbers, SPELLINGS) > 40
+
+
+@pytest.mark.slow
+def test_ways_to_paginate_come_out_the_same() -> None:
+    assert play_both((), pagination_pairs()) > 500
 
 
 @pytest.mark.nightly
