@@ -123,7 +123,9 @@ def test_offloaded_moments_are_in_host_memory(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["experiment=grpo", "env=countdown", "ppo.kl_loss_coef=0", "engine.name=embedded"]
-    assert main([*given, "actor.optimizer.offload=true", *arguments]) == 0
+    # Micro-batches that single sequences would fill best; alone, they have no advantage.
+    small = ["rollout.max_total_tokens=64", "mb_spec.max_tokens_per_mb=256", "ppo.group_size=8"]
+    assert main([*given, *small, "actor.optimizer.offload=true", *arguments]) == 0
     printed = capsys.readouterr().out
     assert table_of(printed)["actor_train"]["moments"] == 0
     (traced,) = re.findall(r"^  host: ([\d.]+) of moments", printed, re.MULTILINE)

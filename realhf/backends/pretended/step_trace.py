@@ -312,8 +312,10 @@ class _Worker:
         positions = engine.ranks.size * micro_batches * budget
         tail = shape.total - shape.prompt
         largest = min(shape.group_size, max(2, -(-(positions - shape.prompt) // tail)))
+        # A sequence that is alone in its group has no advantage, so it would not train.
+        smallest = min(2, largest)
         best: tuple[int, SequenceSample] | None = None
-        for size in range(largest, 0, -1):
+        for size in range(largest, smallest - 1, -1):
             groups = -(-positions // (shape.prompt + size * tail))
             sample = self._draw(call, groups, size)
             passes = engine.split(sample, spec)
