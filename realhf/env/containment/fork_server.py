@@ -28,7 +28,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 from realhf.base import process_clock
@@ -67,18 +67,23 @@ class ForkedProcess:
     """Description of the process, for error messages."""
     _status_file: int = -1
     """Descriptor of /proc/PID/status; -1 as long as it is not open."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    """Held while a descriptor is used or closed, since one thread may ask while another kills. A
+    closed descriptor's number may belong to another file."""
 
     def alive(self) -> bool:
         """Return whether the process runs and has not been sent a SIGKILL. A process with threads
         takes milliseconds to exit, so a pending SIGKILL counts as the end."""
-        if self.pidfd < 0:
-            return False
-        status = self._status()
-        return not (_is_ending(status) if status else _is_readable(self.pidfd, 0))
+        with self._lock:
+            if self.pidfd < 0:
+                return False
+            status = self._status()
+            return not (_is_ending(status) if status else _is_readable(self.pidfd, 0))
 
     def stopped(self) -> bool:
         """Return whether the process is stopped by a signal (state T), until SIGCONT."""
-        return _STOPPED.search(self._status()) is not None
+        with self._lock:
+            return self.pidfd >= 0 and _STOPPED.search(self._status()) is not None
 
     def _status(self) -> bytes:
         """Return the contents of /proc/PID/status; b"" if the process is gone or this one has too
@@ -89,7 +94,11 @@ class ForkedProcess:
         """
         try:
             if self._status_file < 0:
-                self._status_file = os.open(f"/proc/{self.pid}/status", os.O_RDONLY)
+                opened = os.open(f"/proc/{self.pid}/status", os.O_RDONLY)
+                if _is_readable(self.pidfd, 0):  # gone, so the pid may have been another's
+                    os.close(opened)
+                    return b""
+                self._status_file = opened
             return os.pread(self._status_file, _STATUS_BYTES, 0)
         except OSError:
             return b""
@@ -108,11 +117,12 @@ class ForkedProcess:
             raise TimeoutError(
                 f"{self.name} (pid {self.pid}) did not end within {timeout_s} s of SIGKILL"
             )
-        os.close(self.pidfd)
-        self.pidfd = -1
-        if self._status_file >= 0:
-            os.close(self._status_file)
-            self._status_file = -1
+        with self._lock:
+            os.close(self.pidfd)
+            self.pidfd = -1
+            if self._status_file >= 0:
+                os.close(self._status_file)
+                self._status_file = -1
 
 
 class ForkServer:

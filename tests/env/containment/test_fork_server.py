@@ -6,8 +6,11 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -79,6 +82,73 @@ def test_a_child_that_was_killed_is_not_alive_while_its_threads_end(server: Fork
             os.kill(child.pid, signal.SIGKILL)
             assert not any(child.alive() for _ in range(20))
             child.kill()
+
+
+@contextmanager
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_process_that_ended_is_not_the_one_that_got_its_pid() -> None:
+    """It was alive for ever, and stopped when the other one was, if nobody had asked before."""
+    with sleeper() as ended, sleeper() as other:
+        pidfd = os.pidfd_open(ended.pid)
+        ended.kill()
+        ended.wait()
+        os.kill(other.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, other.pid, os.WSTOPPED | os.WNOWAIT)
+        process = ForkedProcess(other.pid, pidfd, "one whose pid another process has")
+        assert not process.stopped() and not process.alive()
+        process.kill()
+        assert other.poll() is None, "nothing is sent to the other one"
+
+
+def test_a_killed_process_leaves_no_file_open() -> None:
+    """A question after the end used to open another file, for ever."""
+    with sleeper() as program:
+        before = os.listdir("/proc/self/fd")
+        process = ForkedProcess(program.pid, os.pidfd_open(program.pid), "killed")
+        assert process.alive() and not process.stopped()
+        process.kill()
+        assert not process.stopped() and not process.alive()
+        assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.slow
+def test_a_question_during_a_kill_is_about_no_other_file() -> None:
+    """Another thread's question may read a descriptor whose number has a new owner. Here that is a
+    file with the status of a process that runs."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"State:\tT (stopped)\n")
+        file.flush()
+        for _ in range(20):
+            with sleeper() as program:
+                process = ForkedProcess(program.pid, os.pidfd_open(program.pid), "killed")
+                assert process.alive()
+                answers: list[bool] = []
+                is_over = threading.Event()
+
+                def ask(
+                    process: ForkedProcess = process,
+                    answers: list[bool] = answers,
+                    is_over: threading.Event = is_over,
+                ) -> None:
+                    while not is_over.is_set():
+                        answers.append(process.stopped())
+
+                asker = threading.Thread(target=ask)
+                asker.start()
+                process.kill()
+                opened = [os.open(file.name, os.O_RDONLY) for _ in range(3)]
+                is_over.set()
+                asker.join()
+                for descriptor in opened:
+                    os.close(descriptor)
+                assert answers and not any(answers)
 
 
 @pytest.mark.parametrize("room", [0, 1, 3], ids=["of the request", "of the pipe", "of the child"])
