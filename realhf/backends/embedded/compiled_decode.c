@@ -5,11 +5,18 @@
 
    Every number is computed by the same sequence of operations whatever the other tokens of the
    pass, the number of threads and the blocks are. So a token's logits do not depend on its
-   neighbours, bit for bit. */
+   neighbours, bit for bit. This needs -ffp-contract=off: a compiler that may fuse multiplications
+   and additions does so in some variants of a tile and not in others. `fuse` does it everywhere. */
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+
+#if defined(__FMA__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -83,10 +90,11 @@ struct pass {
     float *logits; /* (outputs, vocabulary). */
     float *workspace;
     int64_t by_rows; /* Whether each thread computes some rows alone. */
-    int64_t threads;
+    int64_t threads; /* Most threads; OpenMP may start fewer. */
     /* Functions of the OpenMP library that torch uses; NULL if there is one thread. */
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
     int (*thread_number)(void);
+    int (*thread_count)(void);
     void (*barrier)(void);
 };
 
@@ -126,6 +134,18 @@ INLINE void store_some(float *to, Vector value, int64_t count) {
     memcpy(to, &value, sizeof(float) * count);
 }
 INLINE Vector spread(float value) { return value - (Vector){0}; }
+/* a * b + c, rounded once if the processor can. */
+INLINE Vector fuse(Vector a, Vector b, Vector c) {
+#if defined(__AVX512F__)
+    return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (Vector)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
 
 /* Sum of the lanes of four vectors, in an order that is the same for each of them. */
 INLINE Four sum_lanes(Vector a, Vector b, Vector c, Vector d) {
@@ -166,17 +186,17 @@ INLINE Vector exponential(Vector x) {
     Integers is_low = x < low, is_high = x > high;
     x = (Vector)((is_low & (Integers)low) | (~is_low & (Integers)x));
     x = (Vector)((is_high & (Integers)high) | (~is_high & (Integers)x));
-    Vector shifted = x * 1.44269504088896341f + shift;
+    Vector shifted = fuse(x, spread(1.44269504088896341f), shift);
     Integers power = (Integers)shifted - (Integers)shift;
     Vector n = shifted - shift;
-    Vector r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    Vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
+    Vector r = fuse(n, spread(-0.693359375f), x);
+    r = fuse(n, spread(2.12194440e-4f), r);
+    Vector p = fuse(r, spread(1.9875691500e-4f), spread(1.3981999507e-3f));
+    p = fuse(p, r, spread(8.3334519073e-3f));
+    p = fuse(p, r, spread(4.1665795894e-2f));
+    p = fuse(p, r, spread(1.6666665459e-1f));
+    p = fuse(p, r, spread(5.0000001201e-1f));
+    p = fuse(p, r * r, r) + 1.0f;
     Vector result = (Vector)((Integers)p + (power << 23));
     Integers is_number = original == original;
     return (Vector)((~is_low & is_number & (Integers)result) | (~is_number & (Integers)original));
@@ -215,7 +235,8 @@ INLINE void multiply_tile(const int rows, const float *x, int64_t x_stride, cons
     {                                                                                              \
         Vector w = load(w##j + k);                                                                 \
         KEEP(w);                                                                                   \
-        _Pragma("GCC unroll 8") for (int i = 0; i < rows; i++) sums[i][j] += v[i] * w;             \
+        _Pragma("GCC unroll 8") for (int i = 0; i < rows; i++) sums[i][j] =                        \
+            fuse(v[i], w, sums[i][j]);                                                             \
     }
         COLUMN(0)
         COLUMN(1)
@@ -230,10 +251,10 @@ INLINE void multiply_tile(const int rows, const float *x, int64_t x_stride, cons
 #pragma GCC unroll 8
         for (int i = 0; i < rows; i++) {
             Vector v = load_some(x + i * x_stride + k, left);
-            sums[i][0] += v * a;
-            sums[i][1] += v * b;
-            sums[i][2] += v * c;
-            sums[i][3] += v * d;
+            sums[i][0] = fuse(v, a, sums[i][0]);
+            sums[i][1] = fuse(v, b, sums[i][1]);
+            sums[i][2] = fuse(v, c, sums[i][2]);
+            sums[i][3] = fuse(v, d, sums[i][3]);
         }
     }
 #pragma GCC unroll 8
@@ -328,7 +349,8 @@ INLINE void score_tile(const int rows, const float *query, const float *key, int
     {                                                                                              \
         Vector v = load(k##j + k);                                                                 \
         KEEP(v);                                                                                   \
-        _Pragma("GCC unroll 8") for (int i = 0; i < rows; i++) sums[i][j] += q[i] * v;             \
+        _Pragma("GCC unroll 8") for (int i = 0; i < rows; i++) sums[i][j] =                        \
+            fuse(q[i], v, sums[i][j]);                                                             \
     }
             COLUMN(0)
             COLUMN(1)
@@ -343,10 +365,10 @@ INLINE void score_tile(const int rows, const float *query, const float *key, int
 #pragma GCC unroll 8
             for (int i = 0; i < rows; i++) {
                 Vector q = load_some(query + i * dim + k, rest);
-                sums[i][0] += q * a;
-                sums[i][1] += q * b;
-                sums[i][2] += q * c;
-                sums[i][3] += q * d;
+                sums[i][0] = fuse(q, a, sums[i][0]);
+                sums[i][1] = fuse(q, b, sums[i][1]);
+                sums[i][2] = fuse(q, c, sums[i][2]);
+                sums[i][3] = fuse(q, d, sums[i][3]);
             }
         }
 #pragma GCC unroll 8
@@ -416,7 +438,7 @@ INLINE void mix_tile(const int rows, const int vectors, const float *weight, int
             Vector v = load(value + t * dim + j * LANES);
             KEEP(v);
 #pragma GCC unroll 8
-            for (int i = 0; i < rows; i++) sums[i][j] += w[i] * v;
+            for (int i = 0; i < rows; i++) sums[i][j] = fuse(w[i], v, sums[i][j]);
         }
     }
 #pragma GCC unroll 8
@@ -438,7 +460,8 @@ INLINE void mix_rows(const int rows, const float *weight, int64_t weight_stride,
         for (int i = 0; i < rows; i++) {
             Vector total = load_some(y + i * dim + at, dim - at);
             for (int64_t t = 0; t < count; t++)
-                total += weight[i * weight_stride + t] * load_some(value + t * dim + at, dim - at);
+                total = fuse(spread(weight[i * weight_stride + t]),
+                             load_some(value + t * dim + at, dim - at), total);
             store_some(y + i * dim + at, total, dim - at);
         }
 }
@@ -464,7 +487,7 @@ static void mix(const float *weight, int64_t weight_stride, int64_t rows, const 
 static void normalise(const float *x, const float *weight, float eps, int64_t size, float *y) {
     Vector squares = {0};
     int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) squares += load(x + i) * load(x + i);
+    for (; i + LANES <= size; i += LANES) squares = fuse(load(x + i), load(x + i), squares);
     float total = sum(squares);
     for (; i < size; i++) total += x[i] * x[i];
     float scale = 1.0f / sqrtf(total / (float)size + eps);
@@ -476,8 +499,8 @@ static void rotate(float *x, const float *cosine, const float *sine, int64_t dim
     int64_t half = dim / 2, i = 0;
     for (; i + LANES <= half; i += LANES) {
         Vector a = load(x + i), b = load(x + half + i);
-        store(x + i, a * load(cosine + i) + b * load(sine + i));
-        store(x + half + i, b * load(cosine + half + i) + a * load(sine + half + i));
+        store(x + i, fuse(a, load(cosine + i), b * load(sine + i)));
+        store(x + half + i, fuse(b, load(cosine + half + i), a * load(sine + half + i)));
     }
     for (; i < half; i++) {
         float a = x[i], b = x[half + i];
@@ -745,14 +768,15 @@ static void run_thread(void *argument) {
     const struct model *model = call->model;
     const struct pass *pass = call->pass;
     int64_t number = pass->threads > 1 ? pass->thread_number() : 0;
+    int64_t members = pass->threads > 1 ? pass->thread_count() : 1;
     struct part part = {.model = model, .pass = pass};
     if (pass->by_rows) {
         part.members = 1;
-        part.first = part.first_output = pass->tokens * number / pass->threads;
-        part.tokens = part.outputs = pass->tokens * (number + 1) / pass->threads - part.first;
+        part.first = part.first_output = pass->tokens * number / members;
+        part.tokens = part.outputs = pass->tokens * (number + 1) / members - part.first;
     } else {
         part.number = number;
-        part.members = pass->threads;
+        part.members = members;
         part.tokens = pass->tokens;
         part.outputs = pass->outputs;
     }
@@ -789,14 +813,14 @@ void run_pass(const struct model *model, const struct pass *pass) {
 
 /* Sample one token of each row of logits (rows, vocabulary) by its uniform number; write the tokens
    and their log-probabilities under the softmax of the logits divided by `temperature`. The
-   log-probability is not finite if a logit is NaN or infinite. */
+   log-probability is not finite if a logit is NaN or infinite. `numbers` and `sums` are workspace for
+   `vocabulary` numbers and one sum of each 64 of them. */
 void sample_rows(const float *logits, int64_t rows, int64_t vocabulary, float temperature,
-                 const double *uniform, int64_t *token, float *logprob) {
+                 const double *uniform, float *numbers, double *sums, int64_t *token,
+                 float *logprob) {
     /* Sums of 64 numbers each: the draw is first looked for among them. */
     enum { RUN = 64 };
     int64_t runs = (vocabulary + RUN - 1) / RUN;
-    float numbers[vocabulary];
-    double sums[runs];
     for (int64_t i = 0; i < rows; i++) {
         const float *row = logits + i * vocabulary;
         if (temperature != 1.0f) {

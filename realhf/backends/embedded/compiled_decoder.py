@@ -38,6 +38,9 @@ _CACHED_BYTES = 16 << 20
 parameters, which then stay in the cache. With larger ones, the threads share the columns of every
 product, and wait for each other five times in a layer."""
 
+_RUN = 64
+"""Numbers of a sum in ``sample_rows`` (``RUN`` in the C source)."""
+
 
 def _fields(kind: type[Any], names: str) -> list[tuple[str, type[Any]]]:
     """Return fields of a structure, all of the same type."""
@@ -70,7 +73,7 @@ class _Pass(ctypes.Structure):
         *_fields(c_int64, "cached_columns width"),
         *_fields(c_void_p, "blocks logits workspace"),
         *_fields(c_int64, "by_rows threads"),
-        *_fields(c_void_p, "parallel thread_number barrier"),
+        *_fields(c_void_p, "parallel thread_number thread_count barrier"),
     )
 
 
@@ -86,7 +89,7 @@ def _load() -> ctypes.CDLL | str:
     library.workspace_floats.argtypes = (c_void_p, c_void_p)
     library.workspace_floats.restype = c_int64
     library.sample_rows.argtypes = (
-        c_void_p, c_int64, c_int64, c_float, c_void_p, c_void_p, c_void_p
+        c_void_p, c_int64, c_int64, c_float, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p
     )  # fmt: skip
     library.sample_rows.restype = None
     return library
@@ -100,6 +103,8 @@ class _Team:
     """Address of the function that starts a team."""
     thread_number: int
     """Address of the function that returns a thread's number in the team."""
+    thread_count: int
+    """Address of the function that returns the number of threads of the team."""
     barrier: int
     """Address of the function that waits for all threads of the team."""
 
@@ -110,7 +115,7 @@ def _find_team() -> _Team | None:
     library = find_libgomp()
     if library is None or not hasattr(library, "GOMP_barrier"):
         return None
-    names = ("GOMP_parallel", "omp_get_thread_num", "GOMP_barrier")
+    names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
     return _Team(*(ctypes.cast(getattr(library, name), c_void_p).value or 0 for name in names))
 
 
@@ -141,6 +146,8 @@ class CompiledDecoder:
         self._model.dim = self._dim
         # Structure, field, and the dictionary and name of the parameter whose address it holds.
         self._slots: list[tuple[Any, str, dict[str, Any], str]] = []
+        # The library reads parameters of these shapes.
+        self._shapes: list[torch.Size] = []
         for layer, target in zip(layers, self._layers, strict=True):
             self._add_layer(layer, target)
         self._add_norm(model.model.norm, self._model, "norm", "norm_eps")
@@ -150,7 +157,7 @@ class CompiledDecoder:
         self._addresses: list[int] = []
         self._is_supported = False
         self._is_small = False
-        self._workspace = torch.empty(0)
+        self._workspace = _empty(0)
 
     def _add_layer(self, layer: Any, target: Any) -> None:
         attention = layer.self_attn
@@ -181,6 +188,7 @@ class CompiledDecoder:
     def _add(self, module: Any, target: Any, field: str, name: str = "weight") -> None:
         if module._parameters.get(name) is not None:
             self._slots.append((target, field, module._parameters, name))
+            self._shapes.append(module._parameters[name].shape)
 
     def run(self, decoding: Decoding | None, pieces: Sequence[PrefillPiece]) -> Tensor:
         """See ``ModulePass.run``."""
@@ -209,7 +217,8 @@ class CompiledDecoder:
             ends.append(at - 1)
         token, row, column, start = (_join(part) for part in (tokens, rows, columns, starts))
         output = np.array(ends)
-        logits = torch.empty(len(ends), self._model.vocabulary)
+        width = self._check_bounds(token, row, column, decoding)
+        logits = _empty(len(ends), self._model.vocabulary)
         threads = torch.get_num_threads() if self._team is not None else 1
         by_rows = self._is_small and not pieces
         if by_rows:
@@ -227,7 +236,7 @@ class CompiledDecoder:
             output=output.ctypes.data,
             cached=cached.ctypes.data,
             cached_columns=cached.shape[-1],
-            width=int(column.max()) + 1,
+            width=width,
             blocks=blocks.ctypes.data,
             logits=logits.data_ptr(),
             by_rows=by_rows,
@@ -236,16 +245,43 @@ class CompiledDecoder:
         if self._team is not None:
             call.parallel = self._team.parallel
             call.thread_number = self._team.thread_number
+            call.thread_count = self._team.thread_count
             call.barrier = self._team.barrier
         self._point_to_cache()
         needed = self._library.workspace_floats(
             ctypes.addressof(self._model), ctypes.addressof(call)
         )
         if needed > len(self._workspace):
-            self._workspace = torch.empty(needed)
+            self._workspace = _empty(needed)
         call.workspace = self._workspace.data_ptr()
         self._library.run_pass(ctypes.addressof(self._model), ctypes.addressof(call))
         return logits
+
+    def _check_bounds(
+        self, token: np.ndarray, row: np.ndarray, column: np.ndarray, decoding: Decoding | None
+    ) -> int:
+        """Return the number of columns of a pass. Raises IndexError if the library would access
+        memory outside of the embedding, the cache or the table of cached tokens."""
+        # Negative numbers are very large ones without a sign.
+        token_end, row_end, width = (
+            int(part.view(np.uint64).max()) + 1 for part in (token, row, column)
+        )
+        if token_end > len(self._embedding["weight"]):
+            bad = int(token.min()) if token.min() < 0 else token_end - 1
+            raise IndexError(
+                f"token {bad} is outside the model's vocabulary of "
+                f"{len(self._embedding['weight'])} tokens"
+            )
+        rows = self._cache.rows
+        columns = self._cache.columns
+        if decoding is not None:
+            rows = min(rows, len(decoding.cached))
+            columns = min(columns, decoding.cached.shape[1])
+        if row_end > rows or width > columns:
+            raise IndexError(
+                f"a row or column of the pass is outside the cache of {rows} rows and {columns} columns"
+            )
+        return width
 
     def _point_to_cache(self) -> None:
         """Set the addresses of the cache and of the rotary tables, which move when it grows."""
@@ -270,7 +306,10 @@ class CompiledDecoder:
 
     def _set_parameters(self) -> bool:
         parameters = [holder[name] for _, _, holder, name in self._slots]
-        if not all(_is_readable(parameter) for parameter in parameters):
+        if not all(
+            _is_readable(parameter) and parameter.shape == shape
+            for parameter, shape in zip(parameters, self._shapes, strict=True)
+        ):
             return False
         for (target, field, _, _), address in zip(self._slots, self._addresses, strict=True):
             setattr(target, field, address)
@@ -283,6 +322,11 @@ class CompiledDecoder:
 
 def _join(parts: list[np.ndarray]) -> np.ndarray:
     return np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate(parts), np.int64)
+
+
+def _empty(*shape: int) -> Tensor:
+    """Return a tensor that the library writes to, whatever torch's default dtype and device are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def _is_readable(parameter: Tensor) -> bool:
@@ -335,12 +379,16 @@ def sample_rows(
     tokens = np.empty(n, dtype=np.int64)
     logprobs = np.empty(n, dtype=np.float32)
     uniform = np.ascontiguousarray(uniform, dtype=np.float64)
+    numbers = np.empty(logits.shape[1], dtype=np.float32)
+    sums = np.empty(logits.shape[1] // _RUN + 1, dtype=np.float64)
     library.sample_rows(
         logits.data_ptr(),
         n,
         logits.shape[1],
         temperature,
         uniform.ctypes.data,
+        numbers.ctypes.data,
+        sums.ctypes.data,
         tokens.ctypes.data,
         logprobs.ctypes.data,
     )

@@ -27,7 +27,8 @@ from pathlib import Path
 from realhf.base import process_clock
 
 _OPTIONS = (
-    "-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=default"
+    "-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared",
+    "-fvisibility=default",
 )  # fmt: skip
 _COMPILERS = ("cc", "gcc", "clang")
 COMPILE_TIMEOUT_S = 60.0

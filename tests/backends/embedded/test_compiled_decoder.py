@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from realhf.backends.embedded.compiled_decoder import (
     build_compiled_decoder,
     sample_rows,
 )
+from realhf.backends.embedded.compute_threads import find_libgomp
 from realhf.backends.embedded.forward_pass import Decoding, FastDecoder, PrefillPiece
 from realhf.backends.embedded.generation import EmbeddedGenerator
 from realhf.backends.embedded.kv_cache import RowCache
@@ -46,6 +48,14 @@ SHAPES = {
     "huge heads": LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=1,
         num_key_value_heads=1, intermediate_size=16, head_dim=9000,
+    ),
+    "10": Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=33, num_hidden_layers=2, num_attention_heads=7,
+        num_key_value_heads=1, intermediate_size=52, head_dim=10,
+    ),
+    "24": Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=96, head_dim=24,
     ),
     "llama": LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, num_attention_heads=1,
@@ -134,7 +144,7 @@ def test_logits_equal_the_fast_decoders(shape: str, threads: int) -> None:
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("shape", ["grouped", "odd"])
+@pytest.mark.parametrize("shape", ["grouped", "odd", "qwen3", "10", "24"])
 @torch.inference_mode()
 def test_logits_do_not_depend_on_other_rows_nor_on_threads(
     shape: str, monkeypatch: pytest.MonkeyPatch
@@ -147,8 +157,9 @@ def test_logits_do_not_depend_on_other_rows_nor_on_threads(
     expected = together.run(decoding(text, [*range(8)], positions), [])
     alone = decoder_of(model)
     for row in range(8):
-        alone.run(None, [PrefillPiece(row, 0, text[row, : row + 1])])
-        alone.run(None, [PrefillPiece(row, row + 1, text[row, row + 1 : positions[row]])])
+        cut = 7 + row
+        alone.run(None, [PrefillPiece(row, 0, text[row, :cut])])
+        alone.run(None, [PrefillPiece(row, cut, text[row, cut : positions[row]])])
         logits = alone.run(decoding(text, [row], [positions[row]]), [])
         assert torch.equal(logits[0], expected[row])
     torch.set_num_threads(2)
@@ -199,6 +210,76 @@ def test_parameters_that_it_cannot_read_are_left_to_the_fast_decoder() -> None:
     assert build_compiled_decoder(build("grouped").bfloat16(), RowCache()) is None
 
 
+@pytest.mark.parametrize("rows", [0, 10])
+@torch.inference_mode()
+def test_a_weight_of_another_shape_is_not_read(rows: int) -> None:
+    model = build("grouped")
+    decoder = decoder_of(model)
+    up = model.model.layers[0].mlp.up_proj
+    up.weight.data = up.weight[:rows].clone()
+    with pytest.raises(RuntimeError, match="size"):
+        decoder.run(None, [PrefillPiece(0, 0, random_text()[0, :20])])
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY, 10**9])
+@torch.inference_mode()
+def test_a_token_outside_the_vocabulary_is_an_error(token: int) -> None:
+    decoder = decoder_of(build("grouped"))
+    text = random_text()
+    text[0, 9] = token
+    with pytest.raises(IndexError, match=f"token {token} is outside"):
+        decoder.run(None, pieces(text, 20))
+    with pytest.raises(IndexError, match=f"token {token} is outside"):
+        decoder.run(decoding(text, [0], [9]), [])
+
+
+@pytest.mark.parametrize("place", [(8, 0), (-1, 0), (0, 120)])
+@torch.inference_mode()
+def test_a_place_outside_the_cache_is_an_error(place: tuple[int, int]) -> None:
+    decoder = decoder_of(build("grouped"))
+    with pytest.raises(IndexError, match="outside the cache of 8 rows and 128 columns"):
+        decoder.run(None, [PrefillPiece(*place, random_text()[0, :20])])
+
+
+@torch.inference_mode()
+def test_torchs_default_dtype_does_not_matter() -> None:
+    decoder = decoder_of(build("grouped"))
+    prefill = pieces(random_text(), 20)
+    expected = decoder.run(None, prefill)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        logits = decoder.run(None, prefill)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert logits.dtype == torch.float32 and torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("cached_bytes", [compiled_decoder._CACHED_BYTES, 0])
+@torch.inference_mode()
+def test_a_team_may_have_fewer_threads_than_asked_for(
+    cached_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With OMP_DYNAMIC, OMP_THREAD_LIMIT or nesting."""
+    monkeypatch.setattr(compiled_decoder, "_CACHED_BYTES", cached_bytes)
+    decoder = decoder_of(build("grouped"))
+    if decoder._team is None:
+        pytest.skip("torch does not use libgomp, or there is more than one")
+    libgomp = find_libgomp()
+    assert libgomp is not None
+    text = random_text()
+    decoder.run(None, pieces(text, *([40] * 8)))
+    step = decoding(text, [*range(8)], [40] * 8)
+    expected = decoder.run(step, [])
+    torch.set_num_threads(4)
+    dynamic = libgomp.omp_get_dynamic()
+    libgomp.omp_set_dynamic(1)
+    try:
+        assert torch.equal(decoder.run(step, []), expected)
+    finally:
+        libgomp.omp_set_dynamic(dynamic)
+        torch.set_num_threads(1)
+
+
 @torch.inference_mode()
 def test_a_model_with_other_logits_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     model = build("grouped")
@@ -232,6 +313,21 @@ def test_sampling_equals_torchs(temperature: float) -> None:
         atol=2e-6,
         rtol=1e-5,
     )
+
+
+def test_sampling_needs_no_stack() -> None:
+    logits = torch.zeros(1, 200_000)
+    size = threading.stack_size(256 << 10)
+    try:
+        sampled: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: sampled.append(sample_rows(logits, np.array([0.5]), 1.0))
+        )
+        thread.start()
+    finally:
+        threading.stack_size(size)
+    thread.join()
+    assert sampled[0][0].tolist() == [100_000]
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
