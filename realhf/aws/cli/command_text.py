@@ -8,7 +8,6 @@ are never joined: only a backslash at the end of a line joins it with the next o
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from realhf.base.text import quote_states
@@ -16,9 +15,6 @@ from realhf.base.text import quote_states
 _FENCE = "```"
 _PROMPT = "$ "
 _BLANKS = (" ", "\t")
-_QUOTES = re.compile("['\"]")
-_QUOTED = re.compile("'[^']*'|\"[^\"]*\"")
-"""Quoted text, in a text without backslashes."""
 
 
 def read_command(text: str) -> str:

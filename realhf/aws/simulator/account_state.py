@@ -137,6 +137,9 @@ class Draws:
         """The recorded texts. After ``refresh`` the indexed ones are a single text, the first."""
         self._size = 0
         """Number of characters of the recorded texts."""
+        self._was_dropped = False
+        """Whether recorded texts were dropped since the last ``refresh``; ``_texts`` may no longer
+        begin with the indexed ones."""
         self._index = ""
         """All texts that ``mark`` recognizes, one after another."""
         self._unfinished = ""
@@ -156,11 +159,7 @@ class Draws:
         if self._size > _KEPT_DRAWS:  # so much text is data, not names: drop the older half
             self._texts = [*self._texts[len(self._texts) // 2 :]]
             self._size = self._size // 2
-            # The oldest one left is not among the new texts of the next ``refresh``.
-            self._lookup_cache = {
-                piece: True for piece, drawn in self._lookup_cache.items() if drawn
-            }
-            self.epoch += 1
+            self._was_dropped = True
 
     def add_letter(self, letter: str) -> None:
         """Record one character of a text that is generated character by character."""
@@ -171,9 +170,17 @@ class Draws:
 
     def refresh(self) -> None:
         """Index the texts recorded since the last call. Call it before ``mark``."""
-        if len(self._texts) > bool(self._index) or self._unfinished:
-            new = "\n".join([*self._texts[bool(self._index) :], self._unfinished])
-            self._update_caches(new)
+        if self._was_dropped or len(self._texts) > bool(self._index) or self._unfinished:
+            if self._was_dropped:
+                self._lookup_cache = {
+                    piece: True for piece, drawn in self._lookup_cache.items() if drawn
+                }
+                self._absent_endings.clear()
+                self.epoch += 1
+                self._was_dropped = False
+            else:
+                new = "\n".join([*self._texts[bool(self._index) :], self._unfinished])
+                self._update_caches(new)
             self._index = "\n".join([*self._texts, self._unfinished])
             self._texts = [self._index]
             self._unfinished = ""
@@ -290,7 +297,7 @@ class _KeptRecord:
         )
 
 
-def _written(value: Any) -> bytes | None:
+def _write_plain(value: Any) -> bytes | None:
     """Return plain data as bytes, or None if it is not plain or is too long to be kept. Equal bytes
     mean equal data, of the same types and in the same order."""
     try:
@@ -318,8 +325,8 @@ class AccountState:
         self._stores: list[tuple[str, str, Any]] = []
         self._deleted: Counter[tuple[int, Any]] = Counter()
         """Number of deletions, by (id of the store object, scoped name)."""
-        self._kept: dict[tuple[int, Any], _KeptRecord] = {}
-        """The records of the last report, by (id of the store object, scoped name)."""
+        self._kept: dict[tuple[str, str, Any], _KeptRecord] = {}
+        """The records of the last report, by (module, store, scoped name)."""
 
     def watch(self, store: type) -> None:
         """Wrap the methods of a store class that delete records, so that deletions are counted."""
@@ -369,15 +376,15 @@ class AccountState:
         self._find_stores()
         self._draws.refresh()
         exporter = StateExporter(self._draws.mark)
-        kept: dict[tuple[int, Any], _KeptRecord] = {}
+        kept: dict[tuple[str, str, Any], _KeptRecord] = {}
         records = []
         for module, store, contents in self._stores:
             for scoped, value in list(contents._data.items()) if contents._data else ():
                 if module == "elasticache" and str(scoped[-1]).startswith(_OF_AWS):
                     continue
-                place = (id(contents), scoped)
-                serial = self._deleted[place]
-                content = _written(value)
+                place = (module, store, scoped)
+                serial = self._deleted[id(contents), scoped]
+                content = _write_plain(value)
                 known = self._kept.get(place)
                 if known is not None and known.describes(content, serial, self._draws):
                     exporter.count(known.leaves)
@@ -497,12 +504,12 @@ class ModuleSwitches:
         self._initial: dict[str, dict[str, Any]] = {}
         for module, name, value in _find_settings():
             self._initial.setdefault(module, {})[name] = value
-        self._takers = {
-            # a name that is given twice, because of a single one the result would be no tuple
-            module: (itemgetter(*settings, first), (*settings.values(), settings[first]))
-            for module, settings in self._initial.items()
-            for first in [next(iter(settings))]
-        }
+        self._quick_looks: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {}
+        for module, settings in self._initial.items():
+            # with a name given twice, since itemgetter returns no tuple for a single one
+            names = [*settings, next(iter(settings))]
+            take = itemgetter(*names)
+            self._quick_looks[module] = (take, take(settings))
         """For each module a function that takes its settings, and what it returned at
         construction."""
 
@@ -515,7 +522,7 @@ class ModuleSwitches:
         changed = []
         for module, settings in self._initial.items():
             names = vars(sys.modules[module])
-            take, initial = self._takers[module]
+            take, initial = self._quick_looks[module]
             try:
                 if all(map(is_, take(names), initial)):
                     continue  # as in nearly all modules; a quick test, since there are a thousand

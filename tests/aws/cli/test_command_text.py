@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realhf.aws.cli.command_text import command_lines, read_command
+from realhf.aws.cli.command_text import read_command
 from realhf.aws.cli.policy import check_command
 from realhf.aws.messages import extract_command
-from realhf.base.text import quote_states
 
 WANTED = "aws s3api create-bucket --bucket a --acl private"
 FORMS = [
@@ -157,20 +156,3 @@ def _join_lines(text: str) -> str:
         kept += char
         place += 1
     return kept
-
-
-@given(
-    st.lists(st.sampled_from(["a", "aws ", " ", "\t", "\n", '"', "'", "é", "`", "$ "])).map("".join)
-)
-def test_lines_without_backslashes_end_at_breaks_outside_of_quotes(text: str) -> None:
-    lines = [""]
-    quote = ""
-    for char, quote, _ in quote_states(text):
-        if char == "\n" and not quote:
-            lines.append("")
-        else:
-            lines[-1] += char
-    ends = [True] * (len(lines) - 1) + [not quote]
-    assert [*command_lines(text)] == [
-        (line.strip(), closed) for line, closed in zip(lines, ends, strict=True)
-    ]

@@ -149,3 +149,34 @@ def test_kept_records_count_for_the_limit_too(monkeypatch: pytest.MonkeyPatch) -
         store._data["0", "d"] = {"words": ["x"] * 4}
         with pytest.raises(TooLarge):
             state.report()
+
+
+def test_records_are_marked_by_the_texts_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After old texts were dropped, records used to be kept as the older texts had marked them, and
+    a new text could be missed until the next one."""
+    monkeypatch.setattr(account_state, "_KEPT_DRAWS", 100)
+    with the_only_store() as store:
+        names = ("0af31c9e77", "55aa55aa11", "77bb77bb22")
+        store._data["0", "key"] = {name: f"vpc-{name}" for name in names}
+        draws = Draws()
+        state = AccountState(draws)
+        n_marks = []
+        for text in ("0af31c9e77", "55aa55aa11" + "x" * 100, "unrelated1", "77bb77bb22"):
+            draws.add(text)
+            report = state.report()
+            assert report == made_anew(state, draws._texts), text
+            n_marks.append(report[0].count(f"vpc-\\u{ord(DRAWN):x}"))
+        assert n_marks == [1, 1, 1, 2], "the first text is dropped at the second"
+
+
+def test_the_same_content_in_another_store_is_another_record() -> None:
+    """The new store may lie where the old one lay in memory, and was then reported by its name."""
+    with the_only_store() as store:
+        store._data["0", "key"] = {"Name": "one"}
+        state = AccountState(Draws())
+        assert state.report() == ['["fake","things","","key",0,{"Name":"one"}]']
+        module: Any = sys.modules["ministack.services.fake"]
+        module._others = module._things
+        del module._things
+        state._modules = 0  # as after an import
+        assert state.report() == ['["fake","others","","key",0,{"Name":"one"}]']
