@@ -327,6 +327,9 @@ class AccountState:
         """Number of deletions, by (id of the store object, scoped name)."""
         self._kept: dict[tuple[str, str, Any], _KeptRecord] = {}
         """The records of the last report, by (module, store, scoped name)."""
+        self._unkept: dict[tuple[str, str, Any], int] = {}
+        """The ids of the values that ``_write_plain`` could not write, by the same names. They are
+        exported each time, so nothing is missed if another object has the same id."""
 
     def watch(self, store: type) -> None:
         """Wrap the methods of a store class that delete records, so that deletions are counted."""
@@ -377,6 +380,7 @@ class AccountState:
         self._draws.refresh()
         exporter = StateExporter(self._draws.mark)
         kept: dict[tuple[str, str, Any], _KeptRecord] = {}
+        unkept: dict[tuple[str, str, Any], int] = {}
         records = []
         for module, store, contents in self._stores:
             for scoped, value in list(contents._data.items()) if contents._data else ():
@@ -384,7 +388,8 @@ class AccountState:
                     continue
                 place = (module, store, scoped)
                 serial = self._deleted[id(contents), scoped]
-                content = _write_plain(value)
+                is_unkept = self._unkept.get(place) == id(value)
+                content = None if is_unkept else _write_plain(value)
                 known = self._kept.get(place)
                 if known is not None and known.describes(content, serial, self._draws):
                     exporter.count(known.leaves)
@@ -398,10 +403,13 @@ class AccountState:
                     epoch = self._draws.epoch
                     endings = self._draws.end_record()
                     known = _KeptRecord(content, serial, epoch, endings, leaves, _ENCODE(record))
-                if content is not None:
+                if content is None:
+                    unkept[place] = id(value)
+                else:
                     kept[place] = known
                 records.append(known.text)
         self._kept = kept
+        self._unkept = unkept
         return records
 
     def _find_stores(self) -> None:

@@ -180,3 +180,24 @@ def test_the_same_content_in_another_store_is_another_record() -> None:
         del module._things
         state._modules = 0  # as after an import
         assert state.report() == ['["fake","others","","key",0,{"Name":"one"}]']
+
+
+def test_a_long_value_is_not_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each report used to copy the bodies of all objects. A change in place is seen all the same,
+    and a short value in the place of the long one is kept."""
+    compared = []
+    write = account_state._write_plain
+    monkeypatch.setattr(
+        account_state, "_write_plain", lambda value: compared.append(1) or write(value)
+    )
+    with the_only_store() as store:
+        value = store._data["0", "key"] = {"body": b"x" * (1 << 20), "tag": "old"}
+        state = AccountState(Draws())
+        first = state.report()
+        assert state.report() == first and len(compared) == 1
+        value["tag"] = "new"
+        assert state.report() == made_anew(state, []) != first
+        store._data["0", "key"] = {"body": b"", "tag": "short"}
+        compared.clear()
+        assert state.report() == state.report() == made_anew(state, [])
+        assert len(state._kept) == 1 and not state._unkept
