@@ -72,7 +72,8 @@ struct layer {
 };
 
 struct model {
-    int64_t layers, hidden, intermediate, heads, kv_heads, dim, vocabulary, columns;
+    int64_t layers, hidden, intermediate, heads, kv_heads, dim, vocabulary;
+    int64_t embeddings, rows, columns; /* Tokens of the embedding; rows and columns of the cache. */
     const float *embedding, *norm, *head, *head_bias;
     const float *cosine, *sine; /* (columns, dim), the sine of the first half negated. */
     const struct layer *layer;
@@ -85,7 +86,7 @@ struct pass {
     const int64_t *start;  /* First token of the piece of each token; itself if it decodes. */
     const int64_t *output; /* Tokens whose logits are returned, (outputs,). */
     const int64_t *cached; /* Tokens of all rows, (rows, cached_columns). */
-    int64_t cached_columns, width;
+    int64_t cached_rows, cached_columns, width;
     int64_t *blocks; /* Workspace, (2, tokens). */
     float *logits; /* (outputs, vocabulary). */
     float *workspace;
@@ -803,12 +804,31 @@ static void run_thread(void *argument) {
     if (part.tokens) run_part(&part);
 }
 
-void run_pass(const struct model *model, const struct pass *pass) {
+/* First token of a pass that is not in the embedding, or whose place is not in the cache or in the
+   table of cached tokens; -1 if there is none. */
+static int64_t find_outside(const struct model *model, const struct pass *pass) {
+    for (int64_t i = 0; i < pass->tokens; i++) {
+        int decodes = i < pass->decoding;
+        int64_t rows = decodes ? MIN(model->rows, pass->cached_rows) : model->rows;
+        int64_t columns = decodes ? MIN(model->columns, pass->cached_columns) : model->columns;
+        columns = MIN(columns, pass->width);
+        if (pass->token[i] < 0 || pass->token[i] >= model->embeddings || pass->row[i] < 0 ||
+            pass->row[i] >= rows || pass->column[i] < 0 || pass->column[i] >= columns)
+            return i;
+    }
+    return -1;
+}
+
+/* Compute a pass. Returns -1, or without computing anything the first token that is outside. */
+int64_t run_pass(const struct model *model, const struct pass *pass) {
+    int64_t outside = find_outside(model, pass);
+    if (outside >= 0) return outside;
     struct call call = {model, pass};
     if (pass->threads > 1)
         pass->parallel(run_thread, &call, (unsigned)pass->threads, 0);
     else
         run_thread(&call);
+    return -1;
 }
 
 /* Sample one token of each row of logits (rows, vocabulary) by its uniform number; write the tokens

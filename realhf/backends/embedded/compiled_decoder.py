@@ -60,7 +60,8 @@ class _Layer(ctypes.Structure):
 
 class _Model(ctypes.Structure):
     _fields_ = (
-        *_fields(c_int64, "layers hidden intermediate heads kv_heads dim vocabulary columns"),
+        *_fields(c_int64, "layers hidden intermediate heads kv_heads dim vocabulary"),
+        *_fields(c_int64, "embeddings rows columns"),
         *_fields(c_void_p, "embedding norm head head_bias cosine sine layer"),
         *_fields(c_float, "norm_eps unused"),
     )
@@ -70,7 +71,7 @@ class _Pass(ctypes.Structure):
     _fields_ = (
         *_fields(c_int64, "tokens decoding outputs"),
         *_fields(c_void_p, "token row column start output cached"),
-        *_fields(c_int64, "cached_columns width"),
+        *_fields(c_int64, "cached_rows cached_columns width"),
         *_fields(c_void_p, "blocks logits workspace"),
         *_fields(c_int64, "by_rows threads"),
         *_fields(c_void_p, "parallel thread_number thread_count barrier"),
@@ -85,7 +86,7 @@ def _load() -> ctypes.CDLL | str:
     except NativeBuildError as error:
         return str(error)
     library.run_pass.argtypes = (c_void_p, c_void_p)
-    library.run_pass.restype = None
+    library.run_pass.restype = c_int64
     library.workspace_floats.argtypes = (c_void_p, c_void_p)
     library.workspace_floats.restype = c_int64
     library.sample_rows.argtypes = (
@@ -217,7 +218,6 @@ class CompiledDecoder:
             ends.append(at - 1)
         token, row, column, start = (_join(part) for part in (tokens, rows, columns, starts))
         output = np.array(ends)
-        width = self._check_bounds(token, row, column, decoding)
         logits = _empty(len(ends), self._model.vocabulary)
         threads = torch.get_num_threads() if self._team is not None else 1
         by_rows = self._is_small and not pieces
@@ -235,8 +235,9 @@ class CompiledDecoder:
             start=start.ctypes.data,
             output=output.ctypes.data,
             cached=cached.ctypes.data,
+            cached_rows=len(cached),
             cached_columns=cached.shape[-1],
-            width=width,
+            width=min(int(column.max()) + 1, self._cache.columns),
             blocks=blocks.ctypes.data,
             logits=logits.data_ptr(),
             by_rows=by_rows,
@@ -254,38 +255,19 @@ class CompiledDecoder:
         if needed > len(self._workspace):
             self._workspace = _empty(needed)
         call.workspace = self._workspace.data_ptr()
-        self._library.run_pass(ctypes.addressof(self._model), ctypes.addressof(call))
+        outside = self._library.run_pass(ctypes.addressof(self._model), ctypes.addressof(call))
+        if outside >= 0:
+            raise IndexError(
+                f"token {token[outside]} at row {row[outside]}, column {column[outside]} is outside "
+                f"the vocabulary of {self._model.embeddings} tokens or the cache of "
+                f"{self._cache.rows} rows and {self._cache.columns} columns"
+            )
         return logits
-
-    def _check_bounds(
-        self, token: np.ndarray, row: np.ndarray, column: np.ndarray, decoding: Decoding | None
-    ) -> int:
-        """Return the number of columns of a pass. Raises IndexError if the library would access
-        memory outside of the embedding, the cache or the table of cached tokens."""
-        # Negative numbers are very large ones without a sign.
-        token_end, row_end, width = (
-            int(part.view(np.uint64).max()) + 1 for part in (token, row, column)
-        )
-        if token_end > len(self._embedding["weight"]):
-            bad = int(token.min()) if token.min() < 0 else token_end - 1
-            raise IndexError(
-                f"token {bad} is outside the model's vocabulary of "
-                f"{len(self._embedding['weight'])} tokens"
-            )
-        rows = self._cache.rows
-        columns = self._cache.columns
-        if decoding is not None:
-            rows = min(rows, len(decoding.cached))
-            columns = min(columns, decoding.cached.shape[1])
-        if row_end > rows or width > columns:
-            raise IndexError(
-                f"a row or column of the pass is outside the cache of {rows} rows and {columns} columns"
-            )
-        return width
 
     def _point_to_cache(self) -> None:
         """Set the addresses of the cache and of the rotary tables, which move when it grows."""
         embedding = self._embedding["weight"]
+        self._model.rows = self._cache.rows
         self._model.columns = self._cache.columns
         # The decoder keeps the tables, so their addresses stay valid.
         cosine, sine = self._fast.rotary_tables(embedding)
@@ -316,6 +298,7 @@ class CompiledDecoder:
         size = sum({p.data_ptr(): p.nbytes for p in parameters}.values())
         self._is_small = size <= _CACHED_BYTES
         self._model.vocabulary, self._model.hidden = self._head["weight"].shape
+        self._model.embeddings = len(self._embedding["weight"])
         self._model.intermediate = len(self._gate["weight"])
         return True
 
