@@ -358,7 +358,7 @@ class DecodeCore:
         self._table.free(None if slots is None else list(slots))
 
     def release(self) -> None:
-        """Free the memory of keys and values.
+        """Free the memory of keys and values, and the workspace of the forward pass.
 
         The next turns allocate the same size at once, instead of growing the cache step by step.
         Raises RuntimeError while turns are in progress.
@@ -372,6 +372,8 @@ class DecodeCore:
         had_bytes = self._cache.nbytes
         self._cache.clear()
         self._table = RowTable(self._max_rows)
+        if isinstance(self._forward_pass, CompiledDecoder):
+            self._forward_pass.release()
         if had_bytes and self.model.device.type == "cuda":
             torch.cuda.empty_cache()  # Other processes on the GPU cannot use memory in the pool of this one.
 

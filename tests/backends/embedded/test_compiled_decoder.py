@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
+import tempfile
 import threading
 from typing import Any
 
@@ -171,6 +174,74 @@ def test_logits_do_not_depend_on_other_rows_nor_on_threads(
             assert torch.equal(threaded.run(decoding(text, [*range(8)], positions), []), expected)
     finally:
         torch.set_num_threads(1)
+
+
+@torch.inference_mode()
+def test_long_pieces_of_large_models_are_left_to_the_fast_decoder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others and the decoded rows keep their places, and do not depend on the long ones."""
+    monkeypatch.setattr(compiled_decoder, "_LONG_PIECE", 30)
+    monkeypatch.setattr(compiled_decoder, "_CACHED_BYTES", 0)
+    model = build("grouped")
+    text = random_text()
+    both = [PrefillPiece(row, 0, text[row, :n]) for row, n in ((1, 50), (2, 30), (3, 31), (4, 9))]
+    decoder = decoder_of(model)
+    fast = fast_of(model)
+    for each in (decoder, fast):
+        each.run(None, pieces(text, 20))
+    logits = decoder.run(decoding(text, [0], [20]), both)
+    for index, expected in ((1, fast.run(None, both[:1])), (3, fast.run(None, both[2:3]))):
+        assert torch.equal(logits[index], expected[0])
+    others = decoder.run(decoding(text, [0], [20]), both[1::2])
+    assert torch.equal(logits[[0, 2, 4]], others)
+    step = decoding(text, [1, 2, 3, 4], [50, 30, 31, 9])
+    fast.run(None, both)
+    torch.testing.assert_close(decoder.run(step, []), fast.run(step, []), atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_without_a_team_large_models_are_left_to_the_fast_decoder(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiled_decoder, "_CACHED_BYTES", 0)
+    monkeypatch.setattr(compiled_decoder, "_find_team", lambda: None)
+    model = build("grouped")
+    prefill = pieces(random_text(), 20)
+    decoder = decoder_of(model)
+    alone = decoder.run(None, prefill)
+    compiled_decoder._warn_once.cache_clear()
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(decoder.run(None, prefill), fast_of(model).run(None, prefill))
+        decoder.run(None, prefill)
+    finally:
+        torch.set_num_threads(1)
+    [record] = caplog.records
+    assert "one thread" in record.getMessage()
+    torch.testing.assert_close(decoder.run(None, prefill), alone, atol=0, rtol=0)
+
+
+@pytest.mark.slow
+def test_torchs_team_is_found_next_to_another_openmp_library() -> None:
+    """Two loaded copies of libgomp are told apart by what torch is linked to."""
+    if find_libgomp() is None:
+        pytest.skip("torch does not use libgomp, or there is more than one")
+    code = """if True:
+        import ctypes, shutil, sys
+        import torch
+        from realhf.backends.embedded.compiled_decoder import _find_team
+        from realhf.backends.embedded.compute_threads import find_libgomp
+        own = find_libgomp()
+        other = sys.argv[1] + "/libgomp-other.so"
+        shutil.copy(own._name, other)
+        ctypes.CDLL(other)
+        assert find_libgomp() is None
+        address = ctypes.cast(own.GOMP_parallel, ctypes.c_void_p).value
+        assert _find_team().parallel == address
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-c", code, folder], check=True)
 
 
 @torch.inference_mode()
@@ -348,7 +419,12 @@ def test_generation_takes_it_and_goes_on_without(
     def sampled() -> tuple[Any, list[Any]]:
         engine = EmbeddedGenerator(build("grouped"))
         outputs = engine.generate(requests, config, stop_ids=(), seed=0)
-        return engine.core._forward(), outputs
+        decoder = engine.core._forward()
+        if isinstance(decoder, CompiledDecoder):
+            assert len(decoder._workspace)
+            engine.core.release()
+            assert not len(decoder._workspace)
+        return decoder, outputs
 
     decoder, outputs = sampled()
     assert isinstance(decoder, CompiledDecoder)
