@@ -226,8 +226,8 @@ class Engine(Protocol):
 
     Optional methods: ``use_threads(threads: ComputeThreads)`` makes the engine compute with these
     threads (``realhf.backends``); ``release_generation()`` frees the memory of the generation
-    engine's rows. The model host calls the latter on every engine of the worker before an inference
-    or train call.
+    engine's rows, and weights that were gathered and have been used. The model host calls the
+    latter on every engine of the worker before an inference or train call.
     """
 
     version: int

@@ -74,6 +74,11 @@ class ModelSize:
         """Number of parameters outside of the blocks: embedding, head and last norm."""
         return self.head * (1 if self.tied else 2) + self.hidden
 
+    def outside(self, *, predicts_tokens: bool) -> int:
+        """Return the number of parameters outside of the blocks of a model that predicts tokens, or
+        of one that has a value head in place of that."""
+        return self.root if predicts_tokens or self.tied else self.root - self.head
+
     @property
     def block(self) -> int:
         """Number of parameters of a block."""
@@ -173,16 +178,22 @@ class PassMemory:
 
 
 def scoring_memory(
-    size: ModelSize, dtype: str, tokens: int, gpu_bytes: int = 0, parts: int = 1
+    size: ModelSize,
+    dtype: str,
+    tokens: int,
+    gpu_bytes: int = 0,
+    parts: int = 1,
+    *,
+    predicts_tokens: bool = True,
 ) -> PassMemory:
     """Return the memory of a forward pass without gradients over ``tokens`` tokens, of a model that
     is sharded over ``parts`` workers."""
     chunk = min(chunk_bytes(gpu_bytes), 4 * tokens * size.vocabulary)
     kept = _BYTES[dtype] * tokens * 2 * size.hidden
-    logits = 2 * chunk + _wide_head(size, dtype, gpu_bytes)
+    logits = 2 * chunk + _wide_head(size, dtype, gpu_bytes) if predicts_tokens else 0
     if parts == 1:
         return PassMemory(kept, logits)
-    root = _BYTES[dtype] * size.root
+    root = _BYTES[dtype] * size.outside(predicts_tokens=predicts_tokens)
     block = _BYTES[dtype] * size.block
     # At first, what was gathered is there as well until it is copied into the weights.
     phases = [PassMemory(kept, 0, 2 * (root + block)), PassMemory(kept, logits, root + block)]
@@ -251,7 +262,7 @@ def _shard_phases(
     the gradients outside of the blocks are summed. Those are summed over workers in fp32."""
     each = _BYTES[dtype]
     head = each * size.head
-    outside = size.root if predicts_tokens or size.tied else size.root - size.head
+    outside = size.outside(predicts_tokens=predicts_tokens)
     root = each * outside
     block = each * size.block
     summed_block = 4 * size.block

@@ -307,7 +307,7 @@ class ModelHost:
 
     def gather(self, request: GatherRequest) -> Nothing:
         """Gather the full weights of a sharded role, together with the other ranks. They are kept
-        until the role trains again."""
+        until they have been used and another call computes, or the role trains."""
         with self._join_group(request.role, request.group):
             here = request.everywhere or request.group.rank == 0
             self._get_model(request.role).engine.gather(here=here)  # pyright: ignore[reportAttributeAccessIssue]

@@ -110,7 +110,8 @@ async def gather_weights(
     step: int = -1,
 ) -> None:
     """Gather the full weights of a sharded role on each of its workers (``everywhere``) or on the
-    first one. They are kept until the role trains again. Raises GroupCallFailed."""
+    first one. They are kept until they have been used and another call computes, or the role
+    trains. Raises GroupCallFailed."""
     number = next(numbers)
     requests = [
         GatherRequest(role, GroupPart(number, i, len(workers)), everywhere)

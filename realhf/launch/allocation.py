@@ -539,11 +539,13 @@ def _model_worker_bytes(
     if not model.trainable:
         parts = model.parallel.fsdp
         weights = 0 if model.base_of else weight_bytes(size, model.dtype) // parts
-        scoring = scoring_memory(size, model.dtype, tokens, gpu_bytes, parts)
+        scoring = scoring_memory(
+            size, model.dtype, tokens, gpu_bytes, parts, predicts_tokens=model.head == "lm"
+        )
         return {
             "weights": weights,
             "activations": scoring.activations,
-            "logits": scoring.logits if model.head == "lm" else 0,
+            "logits": scoring.logits,
             "unsharded": scoring.unsharded,
             KEY_VALUES: kv_cache,
         }

@@ -226,3 +226,21 @@ def test_a_sharded_trainer_is_traced_with_what_it_has_whole(
     assert train["moments"] == pytest.approx(4 * train["weights"], rel=0.02, abs=0.03)
     assert train["unsharded"] == pytest.approx(plan["unsharded"], rel=0.25) and train["copy"] == 0
     assert publish["unsharded"] == 0
+
+
+@pytest.mark.parametrize("model", ["small", pytest.param("8B", marks=pytest.mark.nightly)])
+def test_a_sharded_trainer_scores_without_the_weights_that_it_has_published(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    shape = SHAPE | WHOLE | QWEN3[model] | {"tie_word_embeddings": False}
+    (Path(arguments[0].partition("=")[2]) / "config.json").write_text(json.dumps(shape))
+    options = ["mb_spec.max_tokens_per_mb=4096", "rollout.max_total_tokens=1024"]
+    options += ["actor.workers=[0,1,2,3]", "actor.backend=fsdp2", "machine=8xB200"]
+    options += ["actor.gradient_checkpointing=true"]
+    given = ["experiment=grpo_async", "env=countdown", "ppo.kl_loss_coef=0", *options]
+    assert main([*given, "ppo.use_decoupled_loss=true", *arguments]) == 0
+    rows = table_of(capsys.readouterr().out)
+    assert [*rows] == ["actor_publish", "actor_inf", "actor_train", "plan"], "as in every step"
+    assert rows["actor_publish"]["copy"] > rows["actor_inf"]["unsharded"] > 0
+    assert rows["actor_inf"]["copy"] == rows["actor_train"]["copy"] == 0
+    assert rows["plan"]["in all"] > 0.98 * peak_of(rows), rows

@@ -306,8 +306,8 @@ class FsdpEngine(GroupEngine):
     ``together``).
 
     ``folder_weights`` loads the parameters of ``model`` that are still on the device ``meta``, part
-    by part, before each part is sharded. ``gather`` collects the full weights; generation, export
-    and publication use them until the next train step.
+    by part, before each part is sharded. ``gather`` collects the full weights for generation,
+    export and publication; ``release_generation`` frees them when they have been used.
     """
 
     def __init__(
@@ -325,6 +325,7 @@ class FsdpEngine(GroupEngine):
         self._folder_weights = folder_weights
         self._whole: ShardedModel | None = None
         self._copy: Any = None
+        self._awaited = False
         with ranks.together(f"the weights of {role}"):
             super().__init__(model, tokenizer, ranks=ranks, role=role, **options)
         self._generator = None  # it would use the shards of this rank
@@ -393,8 +394,9 @@ class FsdpEngine(GroupEngine):
     # ---- full weights
 
     def gather(self, here: bool = True) -> None:
-        """Gather the full weights on the ranks that need them (``here``), until the next train
-        step. All ranks must call this inside ``together``."""
+        """Gather the full weights on the ranks that need them (``here``). They are there until
+        ``release_generation`` after their first use, or the next train step. All ranks must call
+        this inside ``together``."""
         if here:
             self._forget()  # free the previous copy first
         copy = build_meta_copy(self.model) if here else None
@@ -402,20 +404,31 @@ class FsdpEngine(GroupEngine):
             gather_into(copy, self.model)
         if copy is not None:
             self._copy = copy
+            self._awaited = True
             self._generator = self._build_generator(copy)
             self._generator.threads = self._threads
 
     def _forget(self) -> None:
         """Free the gathered weights and their generation engine."""
         self._copy = self._generator = None
+        self._awaited = False
+
+    def release_generation(self) -> None:
+        """Free the generation engine's keys and values, and the gathered weights if they have been
+        used: whoever needs them next gathers them again. Other calls may come between a gathering
+        and the work that it is for."""
+        super().release_generation()
+        if not self._awaited:
+            self._forget()
 
     def _require_copy(self) -> Any:
-        """Return the model with the gathered weights. Raises WeightsNotGathered if they were not gathered
-        on this rank."""
+        """Return the model with the gathered weights, which counts as their use. Raises
+        WeightsNotGathered if they were not gathered on this rank."""
         if self._copy is None:
             raise WeightsNotGathered(
                 f"{self._role}: its whole weights were not gathered on this worker"
             )
+        self._awaited = False
         return self._copy
 
     def generator(self) -> EmbeddedGenerator:

@@ -122,8 +122,9 @@ def trace_step(
     in place, and return what the second time needed.
 
     ``models`` are those of the worker, by role; ``published`` is the role whose weights it
-    publishes, if there is one. Of a sharded role the worker is the first. Raises ModelLoadError for a model that is not
-    here, and ValueError for a call that makes no update.
+    publishes, if there is one, before the calls of the next step. Of a sharded role the worker is
+    the first. Raises ModelLoadError for a model that is not here, and ValueError for a call that
+    makes no update.
     """
     device = LedgerDevice(properties)
     ranks = max(model.parallel.size for model in models.values())
@@ -140,6 +141,8 @@ def trace_step(
             worker.run(call, micro_batches=1)
             worker.relabel_moments(call)
         trace = StepTrace(host_bytes=worker.host_bytes())
+        if published in models:
+            trace.calls.append(worker.publish(published))
         for call in calls:
             if call.interface_type is InterfaceType.GENERATE and shape.sessions:
                 trace.calls.append(worker.sample(call))
@@ -147,8 +150,6 @@ def trace_step(
                 call.interface_type is InterfaceType.INFERENCE and call.interface in _SCORING
             ):
                 trace.calls.append(worker.run(call, N_MICRO_BATCHES))
-        if published in models:
-            trace.calls.append(worker.publish(published))
         return trace
 
 

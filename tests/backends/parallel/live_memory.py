@@ -20,6 +20,7 @@ from realhf.api.model import CallContext, Model
 from realhf.api.parallel import Parallel
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.parallel.process_groups import TorchWorld
+from realhf.backends.training.torch_backend import ValueModel
 from tests.backends.parallel.training import engine_on
 
 SHAPE: Mapping[str, Any] = {
@@ -88,8 +89,8 @@ def rows() -> SequenceSample:
 def peaks_on_ranks(
     world: TorchWorld, rank: int, size: int, dtype: torch.dtype, tied: bool
 ) -> dict[str, int]:
-    """Bytes in use at the peak of a steady train step of two micro-batches, of scoring and of
-    gathering weights on rank 0, and between calls."""
+    """Bytes in use at the peak of a steady train step of two micro-batches, of scoring, of
+    gathering weights on rank 0 and of scoring once they were published, and between calls."""
     live = LiveBytes()
     found: dict[str, int] = {}
 
@@ -119,4 +120,30 @@ def peaks_on_ranks(
         with engine.ranks.together("whole weights"):
             engine.gather(here=rank == 0)
         measure("whole weights")
+        if rank == 0:
+            engine.weights()
+        engine.release_generation()
+        live.peak = 0
+        with engine.ranks.together("scores again"):
+            engine.logprobs(sample, temperature=1.0, mb_spec=SPEC)
+        measure("scoring after publication")
     return found
+
+
+def value_peaks_on_ranks(
+    world: TorchWorld, rank: int, size: int, dtype: torch.dtype, tied: bool
+) -> int:
+    """Bytes by which scoring by a sharded value model raises what is in use."""
+    live = LiveBytes()
+    with live:
+        torch.manual_seed(0)
+        config = Qwen3Config(**SHAPE, tie_word_embeddings=tied)
+        decoder = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        engine = engine_on(world, size, Parallel(fsdp=size), ValueModel(decoder).eval())
+        del decoder
+        live.peak = 0
+        live.note()
+        before = live.peak
+        with engine.ranks.together("scores"):
+            engine.forward(rows(), lambda outputs, _: outputs.values(), mb_spec=SPEC)
+    return live.peak - before

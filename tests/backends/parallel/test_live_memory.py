@@ -12,7 +12,12 @@ from realhf.base.hf_config import (
     trainer_memory,
     training_memory,
 )
-from tests.backends.parallel.live_memory import SHAPE, TOKENS, peaks_on_ranks
+from tests.backends.parallel.live_memory import (
+    SHAPE,
+    TOKENS,
+    peaks_on_ranks,
+    value_peaks_on_ranks,
+)
 from tests.backends.parallel.rank_processes import results, run_ranks
 
 RANKS = 2
@@ -38,6 +43,7 @@ def test_the_plan_of_a_sharded_trainer_is_what_two_ranks_have_in_use(
         "between": between,
         "step": between + kept.gradients + step.total,
         "scoring": between + scoring.total,
+        "scoring after publication": between + scoring.total,
         "whole weights": between + gathered_bytes(size, dtype),
     }
     found = results(run_ranks(RANKS, peaks_on_ranks, RANKS, getattr(torch, dtype), tied))
@@ -46,3 +52,12 @@ def test_the_plan_of_a_sharded_trainer_is_what_two_ranks_have_in_use(
     for name, nbytes in planned.items():
         assert found[0][name] == pytest.approx(nbytes, rel=0.1 if name != "between" else 0.01), name
     assert min(step.unsharded, scoring.unsharded) > 0.05 * between, "which counts in the result"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_the_plan_of_scoring_by_a_sharded_value_model_counts_no_head(tied: bool) -> None:
+    size = estimate_size({"model_type": "qwen3", **SHAPE, "tie_word_embeddings": tied})
+    planned = scoring_memory(size, "float32", TOKENS, parts=RANKS, predicts_tokens=False)
+    found = results(run_ranks(RANKS, value_peaks_on_ranks, RANKS, torch.float32, tied))
+    assert found == [pytest.approx(planned.total, rel=0.05)] * RANKS

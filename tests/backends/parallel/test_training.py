@@ -65,6 +65,18 @@ def test_five_steps_are_those_of_one_worker(parallel: Parallel, name: str, tied:
             )
 
 
+@pytest.mark.slow
+def test_whole_weights_are_there_until_they_have_been_used() -> None:
+    torch.set_num_threads(1)
+    alone = training.alone(training.tiny_model())
+    for found in results(run_ranks(2, training.released_on_ranks, 2)):
+        for number in range(2):
+            assert found[f"tokens {number}"] == [training.tokens(alone)] * 2
+            assert found[f"names {number}"] == len(alone.weights())
+            refused = "actor: its whole weights were not gathered on this worker"
+            assert found[f"refused {number}"] == [refused] * 2, "released"
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [Parallel(dp=2), Parallel(fsdp=2)], ids=["dp2", "fsdp2"])

@@ -20,7 +20,7 @@ from realhf.algorithms.sft import SFTInterface
 from realhf.algorithms.train_step import COMPONENTS
 from realhf.api.config import GenConfig, OptimizerConfig
 from realhf.api.model import CallContext, GenRequest, Model
-from realhf.api.parallel import Parallel
+from realhf.api.parallel import Parallel, WeightsNotGathered
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.parallel.ddp import DdpEngine
 from realhf.backends.parallel.fsdp import FsdpEngine
@@ -304,6 +304,28 @@ def on_ranks(
             engine.generator()
         except RuntimeError as error:
             found["refused"] = str(error)
+    return found
+
+
+def released_on_ranks(world: TorchWorld, rank: int, size: int) -> Mapping[str, Any]:
+    """Whole weights that are released before they are used, while they are, and after that."""
+    engine = engine_on(world, size, Parallel(fsdp=size), tiny_model())
+    found: dict[str, Any] = {}
+    for number in range(2):
+        with engine.ranks.together(f"whole weights {number}"):
+            engine.gather()
+        engine.release_generation()  # for another call, which came in between
+        found[f"tokens {number}"] = [tokens(engine), tokens(engine)]
+        found[f"names {number}"] = len(engine.weights())
+        with engine.ranks.together(f"scores {number}"):
+            engine.release_generation()
+            scores(engine)
+        found[f"refused {number}"] = []
+        for use in (engine.generator, engine.weights):
+            try:
+                use()
+            except WeightsNotGathered as error:
+                found[f"refused {number}"].append(str(error))
     return found
 
 
