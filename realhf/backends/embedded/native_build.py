@@ -1,9 +1,10 @@
 """C sources that the machine's compiler builds at first use, kept for later processes.
 
 The library is made for this processor (``-march=native``), so it is not part of the package. It is
-kept in ``~/.cache/realhf``, under a name that depends on source, compiler, options and processor.
-Whoever may write there can make this process run code, so the folder must belong to the user and be
-closed to all others. Nothing is downloaded.
+kept in ``~/.cache/realhf``, or ``realhf`` in ``$XDG_CACHE_HOME``, under a name that depends on
+source, compiler, options and processor. Whoever may write there can make this process run code, so
+the folder must belong to the user and be closed to all others, and nobody else may rename it.
+Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from realhf.base import process_clock
@@ -45,16 +46,29 @@ class NativeBuildError(Exception):
 def load_library(source: Path) -> ctypes.CDLL:
     """Return the library of a C source, which is built if no process of this user has built it
     before. Raises NativeBuildError."""
+    errors = []
+    for compiler in find_compilers():
+        try:
+            return _load_or_rebuild(compiler, source)
+        except NativeBuildError as error:
+            errors.append(str(error))
+        except OSError as error:
+            errors.append(f"{source.name}: {error}")
+    raise NativeBuildError("; ".join(errors))
+
+
+def _load_or_rebuild(compiler: str, source: Path) -> ctypes.CDLL:
+    """Return the library of a C source. One that was damaged on the disk is built again."""
+    path = _find_or_build(compiler, source)
     try:
-        path = _find_or_build(source)
         return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise NativeBuildError(f"{source.name}: {error}") from error
+    except OSError:
+        path.unlink(missing_ok=True)
+        return ctypes.CDLL(str(_find_or_build(compiler, source)))
 
 
-def _find_or_build(source: Path) -> Path:
+def _find_or_build(compiler: str, source: Path) -> Path:
     """Return the path of the library of a C source."""
-    compiler = find_compiler()
     code = source.read_bytes()
     folder = cache_folder()
     described = "\0".join((compiler, _version(compiler), *_OPTIONS, _processor())).encode()
@@ -68,18 +82,21 @@ def _find_or_build(source: Path) -> Path:
     return library
 
 
-def find_compiler() -> str:
-    """Return the path of the C compiler. Raises NativeBuildError if there is none."""
-    for name in _COMPILERS:
-        if path := shutil.which(name):
-            return path
-    raise NativeBuildError(f"there is no C compiler ({', '.join(_COMPILERS)}) on PATH")
+def find_compilers() -> list[str]:
+    """Return the paths of the C compilers, without further names of one of them. Raises
+    NativeBuildError if there is none."""
+    found = [path for name in _COMPILERS if (path := shutil.which(name))]
+    if not found:
+        raise NativeBuildError(f"there is no C compiler ({', '.join(_COMPILERS)}) on PATH")
+    return list({os.path.realpath(path): path for path in reversed(found)}.values())[::-1]
 
 
 def cache_folder() -> Path:
     """Return the folder of libraries, which is created if needed. Raises NativeBuildError if others
     than this user could write there."""
-    folder = Path("~/.cache/realhf")
+    parent = os.environ.get("XDG_CACHE_HOME", "")
+    # A relative path is to be ignored.
+    folder = Path(parent if os.path.isabs(parent) else "~/.cache") / "realhf"
     try:
         folder = folder.expanduser()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -90,6 +107,15 @@ def cache_folder() -> Path:
         raise NativeBuildError(f"{folder} is not a folder of this user")
     if stat.S_IMODE(found.st_mode) & 0o077:
         raise NativeBuildError(f"{folder} is open to other users: chmod 700 it")
+    # Nor may others put another folder in its place.
+    for above in folder.resolve().parents:
+        found = above.stat()
+        if found.st_uid not in (0, os.geteuid()):
+            raise NativeBuildError(f"{above}, above {folder.name}, belongs to another user")
+        # Many systems give each user a group of the same number, of which they are the only member.
+        own_group = found.st_gid == os.getegid() == os.geteuid()
+        if found.st_mode & (0o002 if own_group else 0o022) and not found.st_mode & stat.S_ISVTX:
+            raise NativeBuildError(f"{above}, above {folder.name}, can be written by other users")
     return folder
 
 
@@ -135,8 +161,12 @@ def _build(compiler: str, source: Path, library: Path) -> None:
         done = _call(command)
         if done.returncode:
             lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no output"]
-            raise NativeBuildError(f"{compiler} ends with {done.returncode}: {lines[0]}")
+            # Above the first error is where it is.
+            line = next((line for line in lines if "error" in line), lines[0])
+            raise NativeBuildError(f"{compiler} ends with {done.returncode}: {line}")
         built.chmod(0o600)
+        with built.open("rb") as file:
+            os.fsync(file.fileno())
         built.replace(library)
 
 
@@ -157,7 +187,8 @@ def _call(command: list[str]) -> subprocess.CompletedProcess[bytes]:
         try:
             out, err = process.communicate(timeout=COMPILE_TIMEOUT_S)
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             raise NativeBuildError(

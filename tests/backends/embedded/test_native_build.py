@@ -25,9 +25,15 @@ print(load_library(Path(sys.argv[1])).answer())
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     path = tmp_path / "answer.c"
     path.write_text("int answer(void) { return 42; }\n")
     return path
+
+
+@pytest.fixture
+def only_cc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_build, "_COMPILERS", ("cc",))
 
 
 def compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, lines: str) -> None:
@@ -74,9 +80,14 @@ def test_processes_that_start_together_compile_once(
     ("lines", "reason"),
     [
         ("[ $1 = --version ] || { echo bad option >&2; exit 3; }", "ends with 3: bad option"),
+        (
+            "[ $1 = --version ] || { echo 'a.c: In function f:' >&2; echo 'a.c:1: error: no' >&2; exit 1; }",
+            "ends with 1: a.c:1: error: no",
+        ),
         ("[ $1 = --version ] || sleep 60", "did not end within"),
     ],
 )
+@pytest.mark.usefixtures("only_cc")
 def test_a_compiler_that_fails_or_hangs_is_an_error(
     source: Path, monkeypatch: pytest.MonkeyPatch, lines: str, reason: str
 ) -> None:
@@ -85,6 +96,41 @@ def test_a_compiler_that_fails_or_hangs_is_an_error(
     with pytest.raises(NativeBuildError, match=reason):
         load_library(source)
     assert not libraries()
+
+
+def test_the_next_compiler_is_tried(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler(source.parent, monkeypatch, "[ $1 = --version ] || exit 1")
+    other = source.parent / "bin" / "gcc"
+    other.symlink_to(shutil.which("cc", path=os.environ["PATH"].partition(os.pathsep)[2]) or "")
+    assert load_library(source).answer() == 42
+
+
+def test_a_damaged_library_is_built_again(source: Path) -> None:
+    folder = cache_folder()
+    code = "import sys; from pathlib import Path; from realhf.backends.embedded import native_build as n"
+    code += "; p = Path(sys.argv[1]); n._find_or_build(n.find_compilers()[0], p).write_bytes(b'')"
+    subprocess.run([sys.executable, "-c", code, str(source)], check=True)
+    [built] = folder.glob("*.so")
+    assert not built.stat().st_size
+    assert load_library(source).answer() == 42 and libraries() == [built]
+
+
+def test_the_folder_is_where_the_desktop_keeps_caches(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache_folder() == Path.home() / ".cache" / "realhf"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(source.parent / "elsewhere"))
+    assert cache_folder() == source.parent / "elsewhere" / "realhf"
+
+
+def test_a_folder_that_others_can_replace_is_refused(source: Path) -> None:
+    parent = cache_folder().parent
+    parent.chmod(0o777)
+    with pytest.raises(NativeBuildError, match="can be written by other users"):
+        load_library(source)
+    parent.chmod(0o1777)
+    assert load_library(source).answer() == 42
 
 
 def test_without_a_compiler_the_text_says_so(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
