@@ -224,7 +224,9 @@ def test_a_sharded_trainer_is_traced_with_what_it_has_whole(
     assert plan["in all"] == pytest.approx(peak_of(rows), rel=0.05), rows
     assert train["weights"] == pytest.approx(publish["copy"] / 2, rel=0.02, abs=0.011)
     assert train["moments"] == pytest.approx(4 * train["weights"], rel=0.02, abs=0.03)
-    assert train["unsharded"] == pytest.approx(plan["unsharded"], rel=0.25) and train["copy"] == 0
+    # Without checkpointing, the peak may come when fewer weights are whole than at most.
+    assert 0.6 * plan["unsharded"] < train["unsharded"] < 1.05 * plan["unsharded"] + 0.011
+    assert train["copy"] == 0
     assert publish["unsharded"] == 0
 
 
