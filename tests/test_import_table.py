@@ -107,6 +107,7 @@ So are modules called ``__main__``."""
 STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 READS_ENVIRONMENT = {
     "realhf/cluster/engines/slurm.py",  # whether it runs in a job, which Slurm says in no other way
+    "realhf/backends/embedded/native_build.py",  # where programs of this user keep caches
     "realhf/aws/server_config.py",
     "realhf/aws/client/trl_tool.py",
     "realhf/aws/client/multi_turn_pool.py",
