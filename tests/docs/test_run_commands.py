@@ -54,7 +54,9 @@ PARSED = {
     "for minutes, or hosts",
     r"workers\.producer_worker": "needs two servers and a policy",
     r"train-api|realhf\.tinker": "needs the client tinker; make test-tinker",
-    r"(pip|pytest|make|module|sh)": "is no command of the package",
+    r"realhf\.rollout\.tool_call_check": "needs a model; tests/launch/test_tool_calls.py runs it",
+    r"realhf\.api\.tool_syntax\.reference": "prints a table, which a test compares with the page",
+    r"(pip|pytest|make|module|sh|venv)": "is no command of the package",
 }
 """Programs whose arguments are read and that are not run, and why."""
 SERVERS = ("aws-env", "run-api", "realhf.trajectory", "workers.env_worker")
@@ -215,14 +217,15 @@ def test_what_init_prints(
 
 def played() -> list[Command]:
     """The commands of environments that the pages print, and what they are said to print; those
-    about a file that a page prints are typed in test_extend.py."""
+    about a file that a page prints are typed in test_extend.py, those about an MCP server, which
+    need a package of others, in tests/env/adapters (``make test-mcp``)."""
     every = [
         each
         for page in pages()
         for each in commands_of(page)
         if each.whole and each.program == "realhf.env"
     ]
-    mine = re.compile(r"mine\.py|guess\.py|mean\.py|shelf\.py|init |gymnasium")
+    mine = re.compile(r"mine\.py|guess\.py|mean\.py|shelf\.py|init |gymnasium|mcp:")
     return [*{each.line: each for each in every if not mine.search(each.line)}.values()]
 
 

@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.pretended.mutation import (
+    DETACH,
     DEVICE,
     GRAD,
     KEPT,
@@ -66,8 +67,26 @@ REASONS: Mapping[str, str] = {
     f"{KEPT} {_OPTIMIZER} tensors": _OWN_WEIGHTS,
     f"{WAIT} {_OPTIMIZER} tensors": "a checkpoint copies them to the host anyway",
     f"{GRAD} realhf/base/tensor_digest.py digest": "the tensor is detached before",
+    **{
+        f"{DETACH} {file}": "changes numbers at most, and backward passes free what graphs hold"
+        for file in (
+            "realhf/algorithms/policy_loss.py",
+            "realhf/algorithms/sft.py",
+            "realhf/tinker/losses.py",
+            _ENGINE,
+        )
+    },
+    **{
+        f"{DETACH} {file}": "nothing is computed from it with gradients"
+        for file in (
+            _OPTIMIZER,
+            "realhf/backends/embedded/weight_copy.py",
+            "realhf/base/tensor_digest.py",
+        )
+    },
 }
-"""Why mutants survive that change something: reason by "rule file function"."""
+"""Why mutants survive that change something: reason by "rule file function", or by "rule file" for
+all functions of a file."""
 _LINE = re.compile(r"(realhf/[\w/]+\.py):(\d+)")
 _FORK = get_context("fork")
 Reached = dict[str, list[str]]
@@ -287,7 +306,8 @@ def _read_record(path: Path | None, digest: str) -> tuple[Survey | None, dict[st
 
 def _reason(place: Place) -> str:
     """Return why a survivor is none that could be caught; "" if nobody has said."""
-    return REASONS.get(f"{place.rule} {place.file} {place.function}", "")
+    of_file = f"{place.rule} {place.file}"
+    return REASONS.get(f"{of_file} {place.function}", REASONS.get(of_file, ""))
 
 
 def _table(places: Sequence[Place], outcomes: Mapping[str, Outcome]) -> Table:

@@ -145,3 +145,11 @@ def test_the_quickest_tests_are_chosen() -> None:
     assert mutants.choose_tests(survey, "place", 6, 4.0) == ["b", "c"]
     assert mutants.choose_tests(survey, "place", 6, 0.1) == ["b"]
     assert mutants.choose_tests(survey, "place", 1, 9.0) == ["b"]
+
+
+def test_each_reason_is_that_of_a_place() -> None:
+    files = [f"{name.replace('.', '/')}.py" for name in MODULES]
+    places = find_places([(file, (ROOT / file).read_text()) for file in files])
+    known = {f"{place.rule} {place.file}" for place in places}
+    known |= {f"{place.rule} {place.file} {place.function}" for place in places}
+    assert not mutants.REASONS.keys() - known
