@@ -434,7 +434,7 @@ QUOTED = (
     ),
     (
         "docs/recipes.md",
-        r"(165 to 187 s) with the policy that ships",
+        r"(127 to 132 s) with the policy that ships",
         MEASURED,
         "whole default run",
     ),
