@@ -195,7 +195,13 @@ _READ_TIMEOUT_S = 8.0
 _MAX_RESPONSE_BYTES = 16 << 20
 _MAX_HEAD_BYTES = 256 << 10
 _RECEIVE_BYTES = 1 << 16
-_SIGNED_FOR_S3 = "/s3/aws4_request"
+SIGNED_FOR_S3 = "/s3/aws4_request"
+"""Part of a signature that names S3."""
+_LINE_END_AND_HOST = f" HTTP/1.1\r\nHost: {_AUTHORITY}\r\n".encode("ascii")
+_KEPT_URLS = 256
+"""Number of URLs that are not checked again."""
+_KEPT_URL_CHARS = 256
+"""Maximum length of such a URL."""
 _DROPPED_HEADERS = (
     "expect", "transfer-encoding", "content-length", "connection", "host", "keep-alive", "upgrade", "te", "trailer",
     "proxy-connection",
@@ -235,45 +241,41 @@ class PinnedConnection:
         """Send a request and return the complete answer. Raises RefusedRequest,
         ConnectionClosedError or ReadTimeoutError, and ResponseParserError if the answer is too
         large."""
-        data = self._encode(request)
-        with self._lock:
-            try:
-                status, headers, content = self._exchange(data, request.method)
-            except AnswerTooLarge as error:
-                self._drop()
-                raise ResponseParserError(str(error)) from error
-            except TimeoutError as error:
-                self._drop()
-                raise ReadTimeoutError(endpoint_url=request.url, error=error) from error
-            except (OSError, ValueError) as error:
-                self._drop()
-                raise ConnectionClosedError(
-                    error=error, request=request, endpoint_url=request.url
-                ) from error
+        fields = request.headers.items()
+        is_for_s3 = SIGNED_FOR_S3 in str(request.headers.get("Authorization"))
+        body = _body_bytes(request.body)
+        data = self.encode(request.method, request.url, fields, body, is_for_s3=is_for_s3)
+        status, headers, content = self.exchange(data, request.method, request.url)
         response = AWSResponse(request.url, status, headers, _ResponseBody(content))
         if not request.stream_output:
             response._content = content
         return response
 
-    def _encode(self, request: AWSPreparedRequest) -> bytes:
-        target = self._target(request)
-        body = _body_bytes(request.body)
+    def encode(
+        self,
+        method: str,
+        url: str,
+        fields: Iterable[tuple[Any, Any]],
+        body: bytes,
+        *,
+        is_for_s3: bool,
+    ) -> bytes:
+        """Return a request as it is sent. Raises RefusedRequest. ``fields``: its header, in texts or
+        bytes. ``is_for_s3``: whether its signature names S3."""
+        target, rule, message = (
+            _find_known_target(url, is_for_s3)
+            if len(url) <= _KEPT_URL_CHARS
+            else _find_target(url, is_for_s3)
+        )
+        if rule:
+            self._refuse(rule, message)
         try:
-            method = request.method.encode("ascii")
-            check_request_line(method, target)
-            lines = [
-                method
-                + b" "
-                + target
-                + b" HTTP/1.1\r\nHost: "
-                + _AUTHORITY.encode("ascii")
-                + b"\r\n"
-            ]
-            for name, value in request.headers.items():
+            raw_method = method.encode("ascii")
+            check_request_line(raw_method, target)
+            lines = [raw_method + b" " + target + _LINE_END_AND_HOST]
+            for name, value in fields:
                 if name.lower() not in _DROPPED_HEADERS:
-                    raw_name = _as_bytes(name, "ascii")
-                    raw = _as_bytes(value, "utf-8")
-                    lines.append(write_field(raw_name, raw))
+                    lines.append(write_field(_as_bytes(name, "ascii"), _as_bytes(value, "utf-8")))
         except UnicodeEncodeError:
             self._refuse("malformed", "a header name is not ASCII, or its value is not Unicode")
         except BadHttp as error:
@@ -281,6 +283,22 @@ class PinnedConnection:
         lines.append(b"Content-Length: %d\r\n\r\n" % len(body))
         lines.append(body)
         return b"".join(lines)
+
+    def exchange(self, data: bytes, method: str, url: str) -> tuple[int, dict[str, str], bytes]:
+        """Send an encoded request and return (status, headers, body) of the answer. Raises as
+        ``send`` does, except RefusedRequest."""
+        with self._lock:
+            try:
+                return self._exchange(data, method)
+            except AnswerTooLarge as error:
+                self._drop()
+                raise ResponseParserError(str(error)) from error
+            except TimeoutError as error:
+                self._drop()
+                raise ReadTimeoutError(endpoint_url=url, error=error) from error
+            except (OSError, ValueError) as error:
+                self._drop()
+                raise ConnectionClosedError(error=error, endpoint_url=url) from error
 
     def _exchange(self, data: bytes, method: str) -> tuple[int, dict[str, str], bytes]:
         reused = self._socket is not None
@@ -318,29 +336,32 @@ class PinnedConnection:
             self._socket.close()
         self._socket = None
 
-    def _target(self, request: AWSPreparedRequest) -> bytes:
-        try:
-            target = request.url.encode("ascii")
-            parts = urlsplit(request.url)
-        except ValueError:
-            self._refuse("malformed", "the request has no address that can be sent")
-        prefix = ENDPOINT.encode("ascii")
-        if not target.startswith(prefix) or target[len(prefix) : len(prefix) + 1] not in (
-            b"",
-            b"/",
-            b"?",
-        ):
-            self._refuse("endpoint", "requests leave only for this session's endpoint")
-        if is_internal_path(parts.path):
-            self._refuse("internal-path", "this path is not part of AWS")
-        if _SIGNED_FOR_S3 in str(request.headers.get("Authorization")) and is_foreign_route(
-            unquote(parts.path)
-        ):
-            self._refuse("internal-path", "a bucket of this name would not be answered by S3 here")
-        if has_encoded_slash(parts.path):
-            self._refuse("malformed", "a name in the path of the request holds a slash")
-        target = target[len(prefix) :]
-        return target if target.startswith(b"/") else b"/" + target
+
+def _find_target(url: str, is_for_s3: bool) -> tuple[bytes, str, str]:
+    """Return (request target of a URL, "", ""), or (b"", rule, message) if it is refused."""
+    try:
+        target = url.encode("ascii")
+        parts = urlsplit(url)
+    except ValueError:
+        return b"", "malformed", "the request has no address that can be sent"
+    prefix = ENDPOINT.encode("ascii")
+    if not target.startswith(prefix) or target[len(prefix) : len(prefix) + 1] not in (
+        b"",
+        b"/",
+        b"?",
+    ):
+        return b"", "endpoint", "requests leave only for this session's endpoint"
+    if is_internal_path(parts.path):
+        return b"", "internal-path", "this path is not part of AWS"
+    if is_for_s3 and is_foreign_route(unquote(parts.path)):
+        return b"", "internal-path", "a bucket of this name would not be answered by S3 here"
+    if has_encoded_slash(parts.path):
+        return b"", "malformed", "a name in the path of the request holds a slash"
+    target = target[len(prefix) :]
+    return target if target.startswith(b"/") else b"/" + target, "", ""
+
+
+_find_known_target = lru_cache(_KEPT_URLS)(_find_target)
 
 
 def _check_no_input(connection: socket.socket) -> None:
@@ -422,23 +443,27 @@ def _receive(connection: socket.socket) -> bytes:
     return data
 
 
-class _Signature:
+class Signature:
     """Replacement for SigV4 signing. The simulator reads only account, region and service from the
     header, so a constant signature suffices. Presigned URLs are shown to the agent, so they are
-    signed as usual."""
+    signed as usual.
+
+    ``header``: the constant value of the Authorization header.
+    """
 
     def __init__(self, account: str, signing_name: str, sign: Callable[..., None]) -> None:
         self._sign = sign
-        self._header = (
+        self.header = (
             f"AWS4-HMAC-SHA256 Credential={account}/20260101/{REGION}/{signing_name}/aws4_request, "
             f"SignedHeaders=host, Signature={'0' * 64}"
         )
 
     def __call__(self, operation_name: str, request: Any, *args: Any, **kwargs: Any) -> None:
+        """Sign a request; see ``RequestSigner.sign``."""
         if "presign-url" in args:
             self._sign(operation_name, request, *args, **kwargs)
         else:
-            request.headers["Authorization"] = self._header
+            request.headers["Authorization"] = self.header
 
 
 def pin_client(client: Any, account: str, connection: PinnedConnection) -> Any:
@@ -447,7 +472,7 @@ def pin_client(client: Any, account: str, connection: PinnedConnection) -> Any:
     service_id = client.meta.service_model.service_id.hyphenize()
     client._endpoint.http_session = connection
     signer = client._request_signer
-    signer.sign = _Signature(account, signer.signing_name, signer.sign)
+    signer.sign = Signature(account, signer.signing_name, signer.sign)
     client.meta.events.unregister(
         f"request-created.{service_id}",
         client._user_agent_creator.rebuild_and_replace_user_agent_handler,

@@ -37,7 +37,7 @@ from botocore.hooks import HierarchicalEmitter
 from botocore.model import OperationModel
 from botocore.waiter import SingleWaiterConfig
 
-from realhf.aws.cli import short_cuts
+from realhf.aws.cli import plain_calls, short_cuts
 from realhf.aws.cli.pinned_http import ENDPOINT, PinnedConnection, is_internal_path, pin_client
 from realhf.aws.cli.policy import (
     BASE64,
@@ -449,13 +449,14 @@ class WarmCli:
             command = table[service]
             if service == "s3":
                 continue
+            client = self._get_client(
+                command._service_name, region_name=REGION, endpoint_url=ENDPOINT, verify=None
+            )
             subcommands = command._get_command_table()
             for name in names:
                 operation = subcommands[name]
                 self._undo.take(partial(operation._create_operation_parser, operation.arg_table))
-            self._get_client(
-                command._service_name, region_name=REGION, endpoint_url=ENDPOINT, verify=None
-            )
+                plain_calls.find_plan(client, operation._operation_model.name)
         self._used_tables.clear()
 
     def run(

@@ -216,6 +216,56 @@ def test_an_endless_answer_ends_before_it_takes_memory(n_doublings: int) -> None
     assert large["peak_bytes"] < 250 << 20
 
 
+JSON_ERROR = {"content-type": "application/x-amz-json-1.0", "x-amzn-errortype": "e"}
+FAILURES = (
+    ("aws iam list-users", [[503, {}, ""], [500, {}, "eA=="], xml(USERS)]),
+    ("aws iam list-users", [[503, {}, ""]] * 9),
+    ("aws iam list-users", [[302, {}, ""]]),
+    ("aws iam list-users", [[200, {}, base64.b64encode(b"<broken").decode()]]),
+    ("aws dynamodb list-tables", [[200, {"x-amz-crc32": "7"}, "e30="]] * 20),
+    ("aws dynamodb list-tables", [[200, {"X-Amz-Crc32": "2745614147"}, "e30="]]),
+    (
+        "aws dynamodb list-tables",
+        [[400, JSON_ERROR, base64.b64encode(b'{"__type": "ThrottlingException"}').decode()]] * 20,
+    ),
+    ("aws s3api list-buckets", [[200, {}, base64.b64encode(b"<Error/>").decode()]] * 9),
+    ("aws s3api list-objects --bucket b", [[301, {"x-amz-bucket-region": "eu-west-1"}, ""]] * 9),
+    ("aws s3api create-bucket --bucket b", [[200, {"Location": "/b", "location": "/c"}, ""]]),
+)
+"""Commands and answers that make the CLI try again, or end in errors."""
+FIELDS = (
+    "aws s3api create-multipart-upload --bucket b --key k --metadata a=1,A=2",
+    "aws s3api create-multipart-upload --bucket b --key k --metadata a=\u00e9",
+    "aws s3api create-multipart-upload --bucket b --key k --metadata \u00e9=a",
+    "aws s3api create-multipart-upload --bucket b --key k --content-type \u00e9",
+    'aws s3api create-multipart-upload --bucket b --key k --content-type "a\nb"',
+    "aws s3api create-multipart-upload --bucket _ministack --key k --metadata a=b",
+    "aws s3api list-objects --bucket health",
+    "aws s3api list-objects --bucket b --prefix ../_ministack",
+    "aws lambda get-function --function-name a/b",
+    "aws sns publish --topic-arn arn:aws:sns:us-east-1:000000000000:t --message '\u00e9 &=+%'",
+)
+"""Commands whose requests have unusual headers, paths or bodies."""
+
+
+@pytest.mark.slow
+def test_failures_come_out_the_same() -> None:
+    """Of each command, the same requests are sent again after the same answers."""
+    n_requests = 0
+    services = "iam,dynamodb,s3api"
+    with recorder("plain", services) as plain, recorder("quick", services) as quick:
+        for command, answers in FAILURES:
+            expected = plain([command], answers)
+            n_requests += len(expected[0]["sent"])
+            assert quick([command], answers) == expected, command
+    assert n_requests > 2 * len(FAILURES)
+
+
+@pytest.mark.slow
+def test_unusual_fields_come_out_the_same() -> None:
+    assert play_both((), FIELDS) > 2
+
+
 @pytest.mark.slow
 def test_spellings_and_solutions_come_out_the_same() -> None:
     numbers = [template.task_id for template in load_templates()][::25]
