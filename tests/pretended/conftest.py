@@ -63,6 +63,7 @@ def engine_on(
         watched: bool = True,
         **options: Any,
     ) -> TorchEngine:
+        begin = gpu.mark()
         model = model_on(architecture, dtype)
         engine = TorchEngine(model, None, optimizer=optimizer, total_train_steps=10, **options)
         # What goes wrong in a trial is no error: rows are padded, or the head counts as unknown.
@@ -70,6 +71,12 @@ def engine_on(
         assert engine._forward.heads.language is not None
         assert engine._forward.packs == (dtype == torch.bfloat16), caplog.text
         allocate_moments(engine)
+        own = [*model.parameters(), *model.buffers()]
+        if (trained := engine.optimizer) is not None:
+            names = {parameter: str(i) for i, parameter in enumerate(trained.parameters)}
+            own += trained.tensors(names).values()
+        kept = gpu.allocated_since(begin, besides=own)
+        assert not kept, f"trials of a new engine leave {kept}"
         supports_bf16_products(engine.model.device)  # which the first step of a process finds out
         if watched:
             gpu.watch(model)

@@ -163,6 +163,7 @@ def test_what_is_alive_has_the_line_that_allocated_it(gpu: PretendedDevice) -> N
     (line,) = gpu.allocated_since(mark)
     assert re.fullmatch(r"realhf/algorithms/policy_loss\.py:\d+", line)
     assert gpu.allocated_since(mark)[line] == 4 << 10
+    assert not gpu.allocated_since(mark, besides=[y[1:]])
     peak = gpu.peak_by_line
     assert peak.total() == gpu.peak_bytes and peak[line] < gpu.peak_bytes
     del y
@@ -244,6 +245,13 @@ def test_errors_name_the_line_of_the_product(gpu: PretendedDevice) -> None:
 
     with pytest.raises(DevicesMixed, match=r"at realhf/algorithms/policy_loss\.py:\d+$"):
         kl_estimate(torch.ones(3, device=CUDA), torch.ones(3), "k1")
+    with pytest.raises(
+        RuntimeError, match=r"broadcast .* at realhf/algorithms/policy_loss\.py:\d+$"
+    ):
+        kl_estimate(torch.ones(3, device=CUDA), torch.ones(4, device=CUDA), "k1")
+    with pytest.raises(DtypesMixed):
+        torch.ones(3, 3, device=CUDA) @ torch.ones(3, 3, device=CUDA).bfloat16()
+    assert len(gpu.refused) == 3, "also what a trial of the product swallows"
 
 
 def test_everything_is_as_before_afterwards() -> None:

@@ -12,7 +12,7 @@ import contextlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -94,7 +94,8 @@ class PretendedDevice:
     fp32 factors by line. ``live_bytes`` is the memory in use, ``peak_bytes`` its maximum.
     ``micro_batches`` has the waits of each micro-batch, ``left`` the bytes by line that each of
     them but the last had allocated and still held when the next one began. ``refused`` has the
-    texts of all DevicesMixed, also of those that the product took for a model that it cannot run.
+    texts of all DevicesMixed, DtypesMixed and errors of torch's kernels, also of those that the
+    product took for a model that it cannot run.
     """
 
     def __init__(self, properties: GPUProperties | None = None) -> None:
@@ -255,15 +256,17 @@ class PretendedDevice:
         """Return a number for the present moment, for ``allocated_since``."""
         return self._n_allocations
 
-    def allocated_since(self, mark: int) -> Counter[str]:
+    def allocated_since(self, mark: int, besides: Iterable[Tensor] = ()) -> Counter[str]:
         """Return the bytes by line that were allocated after the moment of ``mark`` and are still
-        in use."""
+        in use, without those of the tensors ``besides``."""
         found: Counter[str] = Counter()
+        known = {tensor.untyped_storage()._cdata for tensor in besides}
         with self._lock:
             for key, origin in reversed(self._origins.items()):
                 if origin.number <= mark:
                     break
-                found[origin.line] += self._sizes[key]
+                if key not in known:
+                    found[origin.line] += self._sizes[key]
         return found
 
     def reset_peak(self) -> None:
@@ -337,7 +340,12 @@ class PretendedDevice:
         remembered = _meta_results.get(key)
         if remembered is not None:
             return remembered.repeat(tensors)
-        result = func(*map_values(_to_plain, args), **map_values(_to_plain, kwargs))
+        try:
+            result = func(*map_values(_to_plain, args), **map_values(_to_plain, kwargs))
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:
+                raise
+            raise self._refuse(RuntimeError, str(error)) from None
         if key not in _meta_results:
             if len(_meta_results) >= _MAX_META_RESULTS:
                 _meta_results.clear()
@@ -395,11 +403,16 @@ class PretendedDevice:
         if not host:
             return
         if here := [tensor for tensor in tensors if isinstance(tensor, PretendedTensor)]:
-            self.refused.append(
+            raise self._refuse(
+                DevicesMixed,
                 f"{func} got tensors of cuda:0 {[tuple(t.shape) for t in here]} and of the CPU "
-                f"{[tuple(t.shape) for t in host]}, at {calling_line()}"
+                f"{[tuple(t.shape) for t in host]}",
             )
-            raise DevicesMixed(self.refused[-1])
+
+    def _refuse(self, kind: type[RuntimeError], text: str) -> RuntimeError:
+        """Note that an operation is refused, and return the error, which names the line."""
+        self.refused.append(f"{text}, at {calling_line()}")
+        return kind(self.refused[-1])
 
     def _refuse_wide(self, func: Any, args: Sequence[Any]) -> None:
         """Count matrix products of fp32 factors, and raise WideProduct if they are not allowed."""
@@ -410,7 +423,7 @@ class PretendedDevice:
         factors = tensors[:2] if schema.is_attention else tensors[-2:]
         if factors[0].dtype != factors[1].dtype:
             dtypes = " and ".join(str(factor.dtype) for factor in factors)
-            raise DtypesMixed(f"a matrix product of {dtypes} factors, at {calling_line()}")
+            raise self._refuse(DtypesMixed, f"a matrix product of {dtypes} factors")
         if factors[0].dtype != torch.float32:
             return
         if not schema.is_attention and 1 in (*factors[0].shape[-2:], *factors[1].shape[-2:]):
