@@ -3,8 +3,9 @@ loss, the training engine and the transfer of weights.
 
 A first run of the tests finds which of them reach which place, and where a mutant would change
 anything at all. Then each mutant of such a place is played by the quickest of its tests, in a
-process of its own. It counts as caught if one of them fails with a message or a traceback that
-names a file and line of the product. All are counted by rule, and survivors are listed."""
+process of its own, or by all of them if nobody has given a reason why it may survive. It counts as
+caught if one of them fails with a message or a traceback that names a file and line of the product.
+All are counted by rule, and survivors are listed."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import sys
@@ -32,6 +34,7 @@ from rich.table import Table
 from tests.pretended.mutation import (
     DETACH,
     DEVICE,
+    FLOAT,
     GRAD,
     KEPT,
     RELEASE,
@@ -56,7 +59,11 @@ UNNAMED = "fails without naming a line"
 OVERRUN = "overran its deadline"
 _ENGINE = "realhf/backends/training/torch_engine.py"
 _OPTIMIZER = "realhf/backends/training/optimizer.py"
+_LORA = "realhf/backends/training/lora.py"
+_FORWARD = "realhf/backends/training/packed_forward.py"
+_ATTENTION = "realhf/backends/training/varlen_attention.py"
 _OWN_WEIGHTS = "these are the model's own tensors, which stay"
+_TRIAL = "a trial of few tokens when a role is loaded"
 REASONS: Mapping[str, str] = {
     f"{DEVICE} realhf/algorithms/policy_loss.py _reference_loss": "CUDA takes a number of the host",
     f"{RELEASE} {_ENGINE} version": "numbers only: rows of old weights would be used again",
@@ -67,6 +74,23 @@ REASONS: Mapping[str, str] = {
     f"{KEPT} {_OPTIMIZER} tensors": _OWN_WEIGHTS,
     f"{WAIT} {_OPTIMIZER} tensors": "a checkpoint copies them to the host anyway",
     f"{GRAD} realhf/base/tensor_digest.py digest": "the tensor is detached before",
+    f"{GRAD} {_OPTIMIZER} step": "AdamW and publish do so themselves, and gradients need none",
+    f"{GRAD} {_LORA} check_weights": "a graph of at most 4,096 numbers of a layer",
+    f"{GRAD} {_LORA} check_merge": "a graph of the eight tokens of a probe",
+    f"{GRAD} {_LORA} _compute_merged": "a parameter is made of the result, which drops its graph",
+    f"{GRAD} {_LORA} _overwrite_merged": "merged weights need no gradients",
+    f"{GRAD} {_LORA} load": "the tensors of a state dict need no gradients",
+    f"{DETACH} {_LORA} disturb": "gradients are off there",
+    f"{FLOAT} {_LORA} _compute_hidden": "fp64 follows at once, of the same numbers",
+    f"{KEPT} {_LORA} tensors": _OWN_WEIGHTS,
+    f"{WAIT} {_LORA} _overwrite_merged": "tests of merges and updates, when a run begins",
+    **{
+        f"{WAIT} {_ATTENTION} {function}": _TRIAL
+        for function in ("record", "reference_attention", "_run_trial")
+    },
+    f"{DETACH} {_ATTENTION} _run_trial": _TRIAL,
+    **{f"{GRAD} {_FORWARD} {name}": _TRIAL for name in ("_find_layout_problem", "find_heads")},
+    f"{DEVICE} {_FORWARD} _run_layout": "attention over packed rows ignores this mask",
     **{
         f"{DETACH} {file}": "changes numbers at most, and backward passes free what graphs hold"
         for file in (
@@ -74,6 +98,7 @@ REASONS: Mapping[str, str] = {
             "realhf/algorithms/sft.py",
             "realhf/tinker/losses.py",
             _ENGINE,
+            _FORWARD,
         )
     },
     **{
@@ -375,14 +400,18 @@ def _parser() -> argparse.ArgumentParser:
         "--deadline", type=float, default=240.0, metavar="S", help="for a mutant (%(default)s s)"
     )
     parser.add_argument(
-        "--most-tests", type=int, default=6, metavar="N", help="tests of a mutant (%(default)s)"
+        "--most-tests",
+        type=int,
+        default=6,
+        metavar="N",
+        help="tests of a mutant that has a reason to survive (%(default)s)",
     )
     parser.add_argument(
         "--test-seconds",
         type=float,
         default=12.0,
         metavar="S",
-        help="seconds that the tests of a mutant take without it (%(default)s)",
+        help="seconds that these tests take without it (%(default)s)",
     )
     parser.add_argument(
         "--output",
@@ -442,7 +471,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if place.key not in survey.effective:
                 outcomes[place.key] = Outcome(WITHOUT_EFFECT[place.rule])
                 continue
-            tests = choose_tests(survey, place.key, options.most_tests, options.test_seconds)
+            limits = (options.most_tests, options.test_seconds)
+            if not _reason(place):
+                limits = (len(survey.effective[place.key]), math.inf)
+            tests = choose_tests(survey, place.key, *limits)
             known = outcomes.get(place.key)
             if known is None or (known.result == SURVIVES and known.n_tests < len(tests)):
                 left.append((place, tests))

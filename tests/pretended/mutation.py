@@ -246,8 +246,8 @@ class Instrumenter(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
         loops = self._loops
         self._loops = 0
-        decorators = [self.visit(each) for each in node.decorator_list]
         self._functions.append(node)
+        decorators = [self.visit(each) for each in node.decorator_list]
         self.generic_visit(_without_decorators(node))
         self._functions.pop()
         node.decorator_list = decorators

@@ -29,8 +29,12 @@ pytestmark = pytest.mark.slow
 PROMPTS = [[5, 6, 7] * 20, [8, 9, 8], [9, 10, 11, 12] * 5]
 GEN = GenConfig(max_new_tokens=6, top_p=0.9, top_k=40)
 DEADLINE_S = 120.0
+ADAPTERS = "realhf/backends/training/lora.py"
 WAITS = 2
 """Waits for the GPU per token: the tokens and their log-probabilities are copied to the host."""
+WAITS_OF_A_MERGE = (4, 2)
+"""Waits when adapters are merged: per layer, whose worst element is looked for and read, and for
+the distances of the hidden states. Those of the model's own code are not counted."""
 
 
 def requests() -> list[GenRequest]:
@@ -67,6 +71,16 @@ def test_the_fast_decoder_takes_tensors_of_a_pretended_gpu_only_where_there_is_o
 
 def test_merged_adapters_generate(gpu: PretendedDevice, engine_on: Build) -> None:
     engine = engine_on(lora=LoraConfig(4, 8.0), watched=False)
+    adapters = engine.adapters
+    assert adapters is not None
+    gpu.syncs.clear()
+    engine.weights()
+    per_layer, of_states = WAITS_OF_A_MERGE
+    own = [n for line, n in gpu.syncs.items() if "transformers/" not in line]
+    assert sum(own) == per_layer * len(adapters.names) + of_states, gpu.syncs
+    gpu.syncs.clear()
+    assert adapters.tensors() and engine.weights()
+    assert not gpu.syncs, gpu.syncs
     outputs = engine.generator().generate(requests(), GEN, stop_ids=(), seed=0)
     assert all(output.token_ids for output in outputs)
 
@@ -113,8 +127,12 @@ def test_a_checkpoint_goes_on(
     engine.save_checkpoint(tmp_path / "state")
     engine.export_hf(tmp_path / "policy")
     other = engine_on(lora=lora)
+    mark = gpu.mark()
+    other.weights()
     other.load_checkpoint(tmp_path / "state")
     assert other.version == 1
+    merged = [line for line in gpu.allocated_since(mark) if line.startswith(ADAPTERS)]
+    assert not merged, f"weights merged before other adapters were loaded: {merged}"
     assert all(tensor.device == CUDA for tensor in other.weights().values())
     with gpu.limit(StepLimits(fp32_products=lora is not None)):
         assert train.train_step(Model("actor", other, None), rollouts(), context)["lr"] > 0

@@ -146,17 +146,22 @@ def test_chunks_for_a_server_on_the_same_gpu_are_there_and_freed(
         return [buffer.dtype, buffer.device]
 
     largest = max(tensor.nbytes for tensor in weights.values())
+    gpus = [ServerGpu(CUDA, "GPU-0")]
     with gpu.limit(StepLimits(kept_bytes=0)):
         mark = gpu.mark()
-        gpus = [ServerGpu(CUDA, "GPU-0")]
         with transfer_calls(1, weights, gpus, max_bytes=largest, export=export) as calls:
             names = [
                 name for call, chunk in calls if call == "take_chunk" for name in chunk["names"]
             ]
             held = gpu.allocated_since(mark)
             assert not gpu.refused, gpu.refused
+            assert not gpu.syncs, gpu.syncs
             assert largest <= held.total() < largest + SCALAR, lines_of(held)
         del calls
     assert sorted(names) == sorted(weights)
     assert buffers == [CUDA]
     assert not gpu.syncs and not gpu.uploads, (gpu.syncs, gpu.uploads)
+    with transfer_calls(2, weights, gpus, max_bytes=largest, export=export) as calls:
+        assert [next(calls)[0], next(calls)[0]] == ["begin_transfer", "take_chunk"]
+    left = gpu.allocated_since(mark)  # while the calls of a server that failed are still there
+    assert not left, lines_of(left)

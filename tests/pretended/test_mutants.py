@@ -74,6 +74,8 @@ def test_each_rule_has_its_places() -> None:
     }  # fmt: skip
     (move,) = [place for place in places if place.code == "x.to(device)"]
     assert (move.line, move.function, 6 in move.lines) == (8, "total", True)
+    (decorator,) = [place for place in places if place.rule == GRAD]
+    assert (decorator.line, decorator.function) == (5, "total")
     assert len({place.key for place in places}) == len(places)
 
 

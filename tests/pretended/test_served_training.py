@@ -55,6 +55,9 @@ def test_gradients_add_up_and_a_step_follows(
     others = gpu.allocated_since(mark)
     optimizer.reset_moments(())
     held = others - gpu.allocated_since(mark)  # the moments
+    own = [*engine.model.parameters(), *engine.model.buffers(), *optimizer.masters]
+    left = gpu.allocated_since(mark, besides=own)
+    assert not left, f"moments are left: {left}"
     optimizer.reset_moments({*optimizer.parameters})
     before = gpu.live_bytes
     begin = gpu.mark()

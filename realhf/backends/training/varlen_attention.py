@@ -155,11 +155,11 @@ def _adapt_kernel(function: Callable[..., Any], known: frozenset[str], grouped: 
 def record_windows(kernel: Kernel, windows: list[int | None]) -> Kernel:
     """Return a kernel that calls ``kernel`` and appends the window of each call to ``windows``."""
 
-    def run(*arguments: Any) -> Tensor:
+    def record(*arguments: Any) -> Tensor:
         windows.append(arguments[-2])
         return kernel(*arguments)
 
-    return run
+    return record
 
 
 def reference_attention(
