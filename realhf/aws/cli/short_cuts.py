@@ -5,9 +5,9 @@ nobody wrote, events without handlers, endpoints that are always the same. Each 
 one function. It takes the plain case, and gives anything else to the function that it replaces, so
 errors and rare cases are the original's own.
 
-The calls of operations have a module of their own, ``plain_calls``. All of this holds for a process
-in which no plugin is loaded and in which configuration, environment and endpoint never change, as
-in a worker. ``botocore`` means the CLI's own copy.
+Two larger ones have modules of their own: ``plain_commands`` and, below it, ``plain_calls``. All of
+this holds for a process in which no plugin is loaded and in which configuration, environment and
+endpoint never change, as in a worker. ``botocore`` means the CLI's own copy.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import argparse
 import io
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import awscli  # noqa: F401  (must be first: makes the name botocore refer to the CLI's own copy)
 import botocore.context
@@ -31,8 +31,9 @@ from botocore.client import BaseClient
 from botocore.endpoint import Endpoint
 from botocore.regions import EndpointRulesetResolver
 
-from realhf.aws.cli import plain_calls
+from realhf.aws.cli import plain_calls, plain_commands
 from realhf.aws.cli.handler_lists import keep_handler_lists, rename_events_quickly
+from realhf.aws.cli.word_parser import WordParser, is_left_over
 
 _KEPT_NAMES = 512
 """Number of names of headers that are kept in both spellings."""
@@ -42,9 +43,10 @@ _PIECE_CHARS = 64 << 10
 """Number of characters of an answer that are written at once, or a few more."""
 
 
-def install(session: Any) -> None:
+def install(session: Any, has_document: Callable[[], bool]) -> None:
     """Install all short cuts in this process. ``session``: the CLI's only session, of which no
-    client was made yet."""
+    client was made yet. ``has_document``: whether the present command has a document of
+    parameters."""
     emitter = session.get_component("event_emitter")
     keep_handler_lists(getattr(emitter, "_emitter", emitter))
     rename_events_quickly()
@@ -57,7 +59,24 @@ def install(session: Any) -> None:
     _write_output_at_once()
     _share_context()
     plain_calls.install()
+    plain_commands.install(has_document)
     logging.Logger.debug = lambda self, msg, *args, **kwargs: None  # type: ignore[method-assign]
+
+
+def prepare(
+    operation: Any,
+    parser: Any,
+    scoped: Sequence[tuple[str, Any]],
+    client: Any,
+    for_documents: Sequence[Callable[..., None]],
+) -> None:
+    """Make the plans of an operation, so that workers need not.
+
+    ``parser``: of its options. ``scoped``: handlers of events that came with them. ``client``: the
+    one that calls it. ``for_documents``: handlers that do nothing for a command without a document.
+    """
+    operation._plan = plain_commands.CommandPlan(operation, parser, scoped, client, for_documents)
+    plain_calls.find_plan(client, operation._operation_model.name)
 
 
 def _share_context() -> None:
@@ -97,91 +116,6 @@ def _keep_configuration(session: Any) -> None:
     session.get_scoped_config = get_scoped_config
 
 
-class _Option(NamedTuple):
-    """An option of a parser that the short cut can read."""
-
-    action: argparse.Action
-    """The parser's own description."""
-    convert: Callable[[str], Any] | None
-    """Function that converts a word; None for a flag."""
-
-
-class _ParserPlan:
-    """What a parser of an operation's options does with plain words: exact names of options, each
-    followed by its words, none of which begins with a dash."""
-
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        self._options: dict[str, _Option] = {}
-        self._defaults: dict[str, Any] = {}
-        self._required: set[int] = set()
-        actions = parser._actions
-        self._is_plain = not parser._mutually_exclusive_groups and all(map(_is_plain, actions))
-        for action in actions if self._is_plain else ():
-            self._defaults.setdefault(action.dest, action.default)
-            if action.required:
-                self._required.add(id(action))
-            is_flag = isinstance(action, argparse._StoreConstAction)
-            convert = None if is_flag else parser._registry_get("type", action.type, action.type)
-            self._options |= {name: _Option(action, convert) for name in action.option_strings}
-
-    def parse(self, words: Sequence[str]) -> argparse.Namespace | None:
-        """Return the namespace of the words, or None if they are not plain."""
-        if not self._is_plain:
-            return None
-        values: dict[str, Any] = {}
-        seen: set[int] = set()
-        position = 0
-        end = len(words)
-        while position < end:
-            option = self._options.get(words[position])
-            if option is None:
-                return None
-            action, convert = option
-            seen.add(id(action))
-            position += 1
-            if convert is None:
-                values[action.dest] = action.const
-                continue
-            first = position
-            while position < end and not words[position].startswith("-"):
-                position += 1
-            is_list = action.nargs == "*"
-            if not is_list and position != first + 1:
-                return None
-            try:
-                converted = [convert(word) for word in words[first:position]]
-            except Exception:  # whatever it is, the parser raises it in its own way
-                return None
-            values[action.dest] = converted if is_list else converted[0]
-        if not self._required <= seen:
-            return None
-        return argparse.Namespace(**(self._defaults | values))
-
-
-def _is_plain(action: argparse.Action) -> bool:
-    """Return whether a parser's argument is an option, or the optional word after them, of a kind
-    that the short cut can read."""
-    if action.choices is not None or isinstance(action.default, str):
-        return False  # a default in words would be converted
-    if not action.option_strings:
-        return type(action) is argparse._StoreAction and action.nargs == "?"
-    flags = (argparse._StoreTrueAction, argparse._StoreFalseAction, argparse._StoreConstAction)
-    return type(action) in flags or (
-        type(action) is argparse._StoreAction and action.nargs in (None, "*")
-    )
-
-
-def _is_left_over(word: str, options: Iterable[str]) -> bool:
-    """Return whether a parser with these options leaves a word over, or takes it as a word without
-    a dash."""
-    if not word.startswith("-"):
-        return True
-    if not word.startswith("--") or word == "--":
-        return False
-    name = word.partition("=")[0]
-    return not any(option.startswith(name) for option in options)
-
-
 def _parse_plain_words() -> None:
     """Parse plain words without ``argparse``: SERVICE OPERATION and exact options with values."""
     parse_main = argparser.MainArgParser.parse_known_args
@@ -198,7 +132,7 @@ def _parse_plain_words() -> None:
             and not args[1].startswith("-")
             and not args[2].startswith("-")
             and args[2] in parser._actions[-1].command_table
-            and all(_is_left_over(word, options) for word in args[3:])
+            and all(is_left_over(word, options) for word in args[3:])
         )
         if not is_plain:
             return parse_main(parser, args, namespace)
@@ -213,18 +147,17 @@ def _parse_plain_words() -> None:
             and len(args) > 0
             and not args[0].startswith("-")
             and args[0] in parser._actions[-1].command_table
-            and all(_is_left_over(word, ()) for word in args[1:])
+            and all(is_left_over(word, ()) for word in args[1:])
         )
         if not is_plain:
             return parse_service(parser, args, namespace)
         return argparse.Namespace(operation=args[0]), [*args[1:]]
 
     def parse_options(parser: Any, args: Sequence[str], namespace: Any = None) -> Any:
-        plan = parser.__dict__.get("_plan")
-        if plan is None:
-            plan = parser._plan = _ParserPlan(parser)
-        parsed = plan.parse(args) if namespace is None else None
-        return parse_operation(parser, args, namespace) if parsed is None else (parsed, [])
+        values = WordParser.of(parser).read(args) if namespace is None else None
+        if values is None:
+            return parse_operation(parser, args, namespace)
+        return argparse.Namespace(**values), []
 
     parsers_of_cli: Any = argparser
     parsers_of_cli.MainArgParser.parse_known_args = parse_globals

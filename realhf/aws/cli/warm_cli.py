@@ -37,7 +37,7 @@ from botocore.hooks import HierarchicalEmitter
 from botocore.model import OperationModel
 from botocore.waiter import SingleWaiterConfig
 
-from realhf.aws.cli import plain_calls, short_cuts
+from realhf.aws.cli import short_cuts
 from realhf.aws.cli.pinned_http import ENDPOINT, PinnedConnection, is_internal_path, pin_client
 from realhf.aws.cli.policy import (
     BASE64,
@@ -425,7 +425,7 @@ class WarmCli:
         _bound_waiters()
         original = clidriver.create_clidriver()
         self._session = original.session
-        short_cuts.install(self._session)
+        short_cuts.install(self._session, lambda: bool(self._document))
         self._create_client = self._session.create_client
         self._session.create_client = self._get_client  # pyright: ignore[reportAttributeAccessIssue]
         # registered before the log, so that the log has the parameters as they are sent
@@ -445,6 +445,7 @@ class WarmCli:
         """Build the argument tables and clients of the allowed services before worker processes are
         forked."""
         table = self._driver._get_command_table()
+        for_documents = (self._relax_required, self._fill_from_document)
         for service, names in operations.items():
             command = table[service]
             if service == "s3":
@@ -455,8 +456,9 @@ class WarmCli:
             subcommands = command._get_command_table()
             for name in names:
                 operation = subcommands[name]
-                self._undo.take(partial(operation._create_operation_parser, operation.arg_table))
-                plain_calls.find_plan(client, operation._operation_model.name)
+                build = partial(operation._create_operation_parser, operation.arg_table)
+                parser, scoped = self._undo.take(build)
+                short_cuts.prepare(operation, parser, scoped, client, for_documents)
         self._used_tables.clear()
 
     def run(

@@ -38,7 +38,8 @@ DATA_BYTES = 1 << 30
 def main() -> None:
     """Answer lines until the input ends."""
     if sys.argv[1] == "plain":
-        short_cuts.install = lambda session: None
+        short_cuts.install = lambda session, has_document: None
+        short_cuts.prepare = lambda *parts: None
     descriptors = [int(word) for word in sys.argv[3:]]
     services = ALLOWED if sys.argv[2] == "all" else sys.argv[2].split(",")
     sys.argv = ["aws"]  # the parsers name the program after it

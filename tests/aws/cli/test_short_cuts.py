@@ -85,6 +85,23 @@ SPELLINGS = (
     "aws cloudwatch put-metric-alarm --alarm-name a --metric-name m --namespace n --period 60 "
     "--evaluation-periods 1 --threshold -1.5 --comparison-operator LessThanThreshold "
     "--statistic Sum",
+    "aws iam create-role --role-name file://nothing --assume-role-policy-document x",
+    "aws iam create-role --role-name r --assume-role-policy-document file://../x",
+    "aws sqs create-queue --queue-name http://localhost:4566/",
+    "aws sqs create-queue --queue-name ' [x'",
+    "aws kms create-key --policy '' --output text --query KeyMetadata.Enabled",
+    "aws ec2 describe-volumes",
+    "aws ec2 describe-volumes --filters Name=status,Values=available --page-size 7",
+    "aws ec2 describe-snapshots --owner-ids self",
+    "aws dynamodb query --table-name t --key-condition-expression id=:i "
+    """--expression-attribute-values '{":i": {"S": "a"}}'""",
+    "aws lambda create-function --function-name f --runtime python3.12 --role r --handler h "
+    "--zip-file fileb://nothing",
+    "aws lambda create-function --function-name f --runtime python3.12 --role r --handler h "
+    "--zip-file nothing",
+    "aws logs describe-log-groups --limit 1",
+    "aws logs describe-log-groups --limit 1 --max-items 1",
+    "aws kinesis list-streams --exclusive-start-stream-name s",
     "aws help",
     "aws s3api help",
     "aws s3api list-buckets help",
