@@ -14,7 +14,7 @@ from awscli import argparser, clidriver, formatter
 from botocore import client, endpoint, parsers
 from stage_timers import StageTimers
 
-from realhf.aws.cli import pinned_http, warm_cli, worker, zygote
+from realhf.aws.cli import pinned_http, plain_calls, plain_commands, warm_cli, worker, zygote
 
 TIMERS = StageTimers()
 
@@ -24,13 +24,17 @@ def install() -> None:
     for parser in ("MainArgParser", "ServiceArgParser", "ArgTableArgParser"):
         TIMERS.time(getattr(argparser, parser), "parse_known_args", "CLI: parse words")
     TIMERS.time(clidriver.ServiceOperation, "_build_call_parameters", "CLI: parse words")
+    TIMERS.time(plain_commands.CommandPlan, "read", "CLI: parse words")
     TIMERS.time(client.BaseClient, "_make_api_call", "botocore: call")
+    TIMERS.time(plain_calls.CallPlan, "_build_request", "botocore: serialise and sign")
+    TIMERS.time(plain_calls.CallPlan, "_header_fields", "botocore: serialise and sign")
     TIMERS.time(client.BaseClient, "_convert_to_request_dict", "botocore: serialise and sign")
     TIMERS.time(client.BaseClient, "_emit_api_params", "botocore: serialise and sign")
     TIMERS.time(client.BaseClient, "_resolve_endpoint_ruleset", "botocore: serialise and sign")
     TIMERS.time(endpoint.Endpoint, "create_request", "botocore: serialise and sign")
     TIMERS.time(parsers.ResponseParser, "parse", "botocore: parse the answer")
-    TIMERS.time(pinned_http.PinnedConnection, "send", "HTTP client and socket")
+    for name in ("send", "encode", "exchange"):
+        TIMERS.time(pinned_http.PinnedConnection, name, "HTTP client and socket")
     for name in ("JSONFormatter", "TextFormatter", "TableFormatter"):
         TIMERS.time(getattr(formatter, name), "_format_response", "CLI: write the output")
     TIMERS.time(worker, "read_frame", "frames, JSON and socket")
