@@ -4,12 +4,14 @@ skips them."""
 from __future__ import annotations
 
 import queue
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -142,6 +144,22 @@ class Asked:
     def nothing_for(self, seconds: float) -> bool:
         time.sleep(seconds)
         return self._done.empty()
+
+
+def sampled_tokens(server: VllmServer) -> float:
+    """Number of tokens that a server has sampled since its start."""
+    text = httpx.get(f"{server.url}/metrics", timeout=LIMIT_S).text
+    counts = re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE)
+    return sum(map(float, counts))
+
+
+def wait_for_tokens(server: VllmServer, count: int) -> None:
+    """Wait until the server has sampled so many tokens more."""
+    before = sampled_tokens(server)
+    deadline = time.monotonic() + LIMIT_S
+    while sampled_tokens(server) < before + count:
+        assert time.monotonic() < deadline, f"no {count} tokens within {LIMIT_S:.0f} s"
+        time.sleep(0.02)
 
 
 def logprobs_of(

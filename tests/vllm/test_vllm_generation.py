@@ -3,7 +3,6 @@ weights."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -14,7 +13,7 @@ from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput
 from realhf.backends.vllm.generation import VllmGenerator
 from realhf.backends.vllm.server import VllmServer
-from tests.vllm.conftest import LONG, PROMPT, Asked, logprobs_of
+from tests.vllm.conftest import LONG, PROMPT, Asked, logprobs_of, wait_for_tokens
 
 
 @pytest.fixture
@@ -102,11 +101,13 @@ def test_new_weights_reach_running_requests_between_tokens(
     with closing(VllmGenerator(server.url, kv_policy=policy)) as generator:
         generator.load_weights(5, models[0].state_dict())
         ask = Asked(generator)
+        # All four have tokens of the first weights, and of the second.
         for slot in range(4):
             ask.submit(slot, [*PROMPT, slot], LONG, seed=slot)
-        for version, model in ((6, models[1]), (7, models[2])):
-            time.sleep(0.3)
-            generator.load_weights(version, model.state_dict())
+        wait_for_tokens(server, 80)
+        generator.load_weights(6, models[1].state_dict())
+        wait_for_tokens(server, 80)
+        generator.load_weights(7, models[2].state_dict())
         for slot, output in ask.outcomes(4).items():
             assert isinstance(output, GenOutput), output
             assert (
@@ -140,10 +141,10 @@ def test_requests_wait_for_the_first_weights(server: VllmServer, models: list):
         assert ask.output().versions == [3, 3, 3]
 
 
-def test_abort_keeps_the_tokens(ask: Asked, models: list):
+def test_abort_keeps_the_tokens(ask: Asked, server: VllmServer, models: list):
     ask.submit(1, PROMPT, LONG, seed=4)
     ask.submit(2, PROMPT, LONG, seed=5)
-    time.sleep(0.7)
+    wait_for_tokens(server, 40)
     ask.generator.abort([1, 99])
     outcomes = ask.outcomes(2)
     aborted = outcomes[1]
@@ -155,9 +156,11 @@ def test_abort_keeps_the_tokens(ask: Asked, models: list):
     assert other.finish_reason == "length" and len(other.token_ids) == LONG.max_new_tokens
 
 
-def test_pause_stops_sampling_and_weights_may_change_meanwhile(ask: Asked, models: list):
+def test_pause_stops_sampling_and_weights_may_change_meanwhile(
+    ask: Asked, server: VllmServer, models: list
+):
     ask.submit(1, PROMPT, LONG, seed=4)
-    time.sleep(0.3)
+    wait_for_tokens(server, 10)
     ask.generator.pause(10)
     ask.submit(2, PROMPT, GenConfig(max_new_tokens=2))
     ask.generator.load_weights(1, models[1].state_dict())
