@@ -104,9 +104,9 @@ def test_new_weights_reach_running_requests_between_tokens(
         # All four have tokens of the first weights, and of the second.
         for slot in range(4):
             ask.submit(slot, [*PROMPT, slot], LONG, seed=slot)
-        wait_for_tokens(server, 80)
+        wait_for_tokens(server, ask, 80)
         generator.load_weights(6, models[1].state_dict())
-        wait_for_tokens(server, 80)
+        wait_for_tokens(server, ask, 80)
         generator.load_weights(7, models[2].state_dict())
         for slot, output in ask.outcomes(4).items():
             assert isinstance(output, GenOutput), output
@@ -144,7 +144,7 @@ def test_requests_wait_for_the_first_weights(server: VllmServer, models: list):
 def test_abort_keeps_the_tokens(ask: Asked, server: VllmServer, models: list):
     ask.submit(1, PROMPT, LONG, seed=4)
     ask.submit(2, PROMPT, LONG, seed=5)
-    wait_for_tokens(server, 40)
+    wait_for_tokens(server, ask, 40)
     ask.generator.abort([1, 99])
     outcomes = ask.outcomes(2)
     aborted = outcomes[1]
@@ -160,7 +160,7 @@ def test_pause_stops_sampling_and_weights_may_change_meanwhile(
     ask: Asked, server: VllmServer, models: list
 ):
     ask.submit(1, PROMPT, LONG, seed=4)
-    wait_for_tokens(server, 10)
+    wait_for_tokens(server, ask, 10)
     ask.generator.pause(10)
     ask.submit(2, PROMPT, GenConfig(max_new_tokens=2))
     ask.generator.load_weights(1, models[1].state_dict())
