@@ -194,6 +194,7 @@ def _caller(tool: str, *names: str) -> Callable[..., FilesCall]:
 move = _caller("move_file", "source", "target")
 write = _caller("write_file", "path", "text")
 read = _caller("read_file", "path")
+replace_all = _caller("replace_text", "path", "old", "new")
 delete = _caller("delete_file", "path")
 search = _caller("search_files", "text")
 list_folder = _caller("list_files", "folder")
@@ -290,7 +291,7 @@ def replace(scene: FilesScene) -> FilesInstance:
     new = scene.word()
     text = scene.files[path].replace(old, new)
     request = f"Replace {old} with {new} in {path}."
-    return scene.instance(request, read(path), write(path, text), wanted={path: text})
+    return scene.instance(request, replace_all(path, old, new), wanted={path: text})
 
 
 def append(scene: FilesScene) -> FilesInstance:
@@ -384,9 +385,9 @@ TEMPLATES: Mapping[str, tuple[str, Callable[[FilesScene], FilesInstance]]] = Map
     {
         template.__name__: (group, template)
         for group, templates in (
-            (ONE_CALL, (rename, remove, create, put_away)),
+            (ONE_CALL, (rename, remove, create, put_away, replace)),
             (LOOK_FIRST, (tell_text, find, count_files, count_found)),
-            (CHANGE, (copy, replace, append, rename_found, remove_found)),
+            (CHANGE, (copy, append, rename_found, remove_found)),
             (SEVERAL, (move_all, remove_all, swap, join)),
         )
         for template in templates

@@ -109,17 +109,34 @@ class FilesWorkspace:
         """
         self._check_open()
         target = self._check_free(_parse_path(path))
-        other_chars = sum(
-            len(other_text)
-            for other_path, other_text in self._files.items()
-            if other_path != target
-        )
-        if other_chars + len(_check_text(text)) > MAX_TOTAL_CHARACTERS:
-            raise ValueError(f"all files hold at most {MAX_TOTAL_CHARACTERS} characters")
+        self._check_total(target, len(_check_text(text)))
         if target not in self._files and len(self._files) >= MAX_FILES:
             raise ValueError(f"there are at most {MAX_FILES} files")
         self._files[target] = text
         return f"wrote {target}"
+
+    def replace_text(self, path: str, old: str, new: str) -> str:
+        """Replace a text everywhere in a file.
+
+        Args:
+            path: The file.
+            old: The text to replace.
+            new: The text to put in its place.
+        """
+        target = self._find_file(path)
+        text = self._files[target]
+        if not _check_text(old):
+            raise ValueError("the text to replace is empty")
+        count = text.count(old)
+        if not count:
+            raise ValueError(f"{target} does not hold that text")
+        # The length is checked first: 8,000 occurrences of a character can become 64 MB.
+        length = len(text) + count * (len(_check_text(new)) - len(old))
+        if length > MAX_CHARACTERS:
+            raise ValueError(f"a text has at most {MAX_CHARACTERS} characters")
+        self._check_total(target, length)
+        self._files[target] = text.replace(old, new)
+        return f"replaced {count} in {target}"
 
     def search_files(self, text: str) -> str:
         """Find files that hold a text.
@@ -238,6 +255,13 @@ class FilesWorkspace:
                     self._files.get(new_path) == text for new_path in new_paths
                 )
                 yield path not in self._files and is_text_kept
+
+    def _check_total(self, path: str, length: int) -> None:
+        """Raise ValueError if the folder would hold too much with ``length`` characters in
+        ``path``."""
+        others = sum(len(text) for other, text in self._files.items() if other != path)
+        if others + length > MAX_TOTAL_CHARACTERS:
+            raise ValueError(f"all files hold at most {MAX_TOTAL_CHARACTERS} characters")
 
     def _check_open(self) -> None:
         if self._answer is not None:

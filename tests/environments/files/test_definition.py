@@ -28,7 +28,7 @@ async def play(environment: Environment, task: Task, *texts: str) -> list[Turn]:
     opening = await environment.reset(task.payload, seed=task.seed)
     assert [message["role"] for message in opening.messages] == ["user"]
     assert opening.messages[0]["content"] == task.payload["request"]
-    assert len(opening.tools) == 7
+    assert len(opening.tools) == 8
     turns = []
     for text in texts:
         assert not turns or not turns[-1].done

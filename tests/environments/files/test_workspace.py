@@ -90,13 +90,13 @@ def test_the_tools_are_what_trl_takes():
         for name, method in methods.items()
         if name[0] != "_" and name not in ("reset", "get_reward")
     }
-    known = "list_files read_file write_file search_files move_file delete_file answer"
+    known = "list_files read_file write_file replace_text search_files move_file delete_file answer"
     assert {*tools} == {*known.split()}
     schemas = [get_json_schema(method) for method in tools.values()]
     for schema in schemas:
         parameters = schema["function"]["parameters"]["properties"]
         assert parameters and all(each["type"] == "string" for each in parameters.values())
-    assert len(json.dumps(schemas)) < 2200
+    assert len(json.dumps(schemas)) < 2600
 
 
 def test_what_the_tools_say():
@@ -114,10 +114,11 @@ def test_what_the_tools_say():
     assert workspace.search_files("lines") == "b.txt: lines two"
     assert workspace.search_files("e") == "a.txt: one\nb.txt: lines two\nsub/c.txt: three"
     assert workspace.search_files("nowhere") == "nothing found"
-    assert workspace.write_file("new/e.txt", "four") == "wrote new/e.txt"
+    assert workspace.write_file("new/e.txt", "four four") == "wrote new/e.txt"
+    assert workspace.replace_text("new/e.txt", "four", "five") == "replaced 2 in new/e.txt"
     assert workspace.move_file("a.txt", "new/a.txt") == "moved to new/a.txt"
     assert workspace.delete_file("sub/deep/d.txt") == "deleted sub/deep/d.txt"
-    after = {"b.txt": START["b.txt"], "sub/c.txt": "three", "new/e.txt": "four", "new/a.txt": "one"}
+    after = {"b.txt": START["b.txt"], "sub/c.txt": "three", "new/e.txt": "five five", "new/a.txt": "one"}
     assert tree(workspace) == after
     assert refused(workspace.list_files, "sub/deep") == "there is no folder sub/deep"
     assert not workspace.done
@@ -203,6 +204,8 @@ def test_a_text_that_is_none_is_refused(text: Any):
     workspace = opened()
     assert refused(workspace.write_file, "a.txt", text)
     assert refused(workspace.search_files, text)
+    assert refused(workspace.replace_text, "a.txt", text, "x")
+    assert refused(workspace.replace_text, "a.txt", "one", text)
     assert refused(workspace.answer, text)
     assert tree(workspace) == START
     assert workspace.get_reward() == 0
@@ -220,6 +223,23 @@ def test_what_would_destroy_a_file_unseen_is_refused():
     assert refused(workspace.move_file, "z.txt", "y.txt") == "there is no file z.txt"
     assert tree(workspace) == START
     assert workspace.move_file("a.txt", "a.txt/x.txt") == "moved to a.txt/x.txt"
+
+
+def test_a_replacement_that_does_nothing_or_too_much_is_refused():
+    workspace = opened()
+    assert refused(workspace.replace_text, "z.txt", "one", "two") == "there is no file z.txt"
+    assert refused(workspace.replace_text, "a.txt", "nine", "two") == "a.txt does not hold that text"
+    assert refused(workspace.replace_text, "a.txt", "", "two") == "the text to replace is empty"
+    assert tree(workspace) == START
+    workspace.write_file("a.txt", "y" * MAX_CHARACTERS)
+    said = refused(workspace.replace_text, "a.txt", "y", "z" * MAX_CHARACTERS)
+    assert said == f"a text has at most {MAX_CHARACTERS} characters"
+    for number in range(6):
+        workspace.write_file(f"f{number}.txt", "y" * MAX_CHARACTERS)
+    workspace.write_file("last.txt", "y" * (MAX_CHARACTERS // 2))
+    said = refused(workspace.replace_text, "last.txt", "y", "zz")
+    assert said == f"all files hold at most {MAX_TOTAL_CHARACTERS} characters"
+    assert workspace.read_file("last.txt") == "y" * (MAX_CHARACTERS // 2)
 
 
 @pytest.mark.slow
@@ -251,7 +271,7 @@ def test_a_search_is_for_plain_text():
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from("wmdr"),
+            st.sampled_from("wmdre"),
             st.one_of(st.sampled_from([*START, "x", "./x", "sub"]), st.text(max_size=6)),
             st.one_of(st.sampled_from([*START, "y/z", "sub/deep"]), st.text(max_size=6)),
         ),
@@ -270,6 +290,8 @@ def test_any_calls_leave_the_files_that_a_plain_model_has(calls: list[tuple[str,
             model[second.removeprefix("./")] = model.pop(own)
         elif tool == "d" and not refused(workspace.delete_file, first):
             del model[own]
+        elif tool == "e" and not refused(workspace.replace_text, first, "o", second):
+            model[own] = model[own].replace("o", second)
         elif tool == "r":
             assert bool(refused(workspace.read_file, first)) == (own not in model)
     assert {path: workspace.read_file(path) for path in model} == {
