@@ -384,12 +384,17 @@ QUOTED = (
     ),
     (
         "docs/environments/files.md",
-        r"sampled episodes: (63\.5 %) before",
+        r"sampled episodes: (72\.6 %) of",
         MEASURED,
         "whole runs on `sql`",
     ),
-    ("docs/environments/files.md", r"Wilson\), (87\.7 %) after", MEASURED, "whole runs on `sql`"),
-    ("docs/environments/files.md", r"on quiet cores: (236 s)", MEASURED, "whole runs on `sql`"),
+    ("docs/environments/files.md", r"Wilson\), (94\.7 %) of", MEASURED, "whole runs on `sql`"),
+    (
+        "docs/environments/files.md",
+        r"The runs took (296 to 599 s)",
+        MEASURED,
+        "whole runs on `sql`",
+    ),
     (
         "docs/environments/countdown.md",
         r"sampled episodes: (72\.2 %) before",
@@ -446,7 +451,7 @@ QUOTED = (
     ),
     (
         "docs/recipes.md",
-        r"(63\.5 -> 87\.7 .*?), two cores \| \[files\]",
+        r"(72\.6 -> 94\.7 .*?), two busy cores \| \[files\]",
         MEASURED,
         "whole runs on `sql`",
     ),

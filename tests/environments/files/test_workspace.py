@@ -118,7 +118,12 @@ def test_what_the_tools_say():
     assert workspace.replace_text("new/e.txt", "four", "five") == "replaced 2 in new/e.txt"
     assert workspace.move_file("a.txt", "new/a.txt") == "moved to new/a.txt"
     assert workspace.delete_file("sub/deep/d.txt") == "deleted sub/deep/d.txt"
-    after = {"b.txt": START["b.txt"], "sub/c.txt": "three", "new/e.txt": "five five", "new/a.txt": "one"}
+    after = {
+        "b.txt": START["b.txt"],
+        "sub/c.txt": "three",
+        "new/e.txt": "five five",
+        "new/a.txt": "one",
+    }
     assert tree(workspace) == after
     assert refused(workspace.list_files, "sub/deep") == "there is no folder sub/deep"
     assert not workspace.done
@@ -228,7 +233,9 @@ def test_what_would_destroy_a_file_unseen_is_refused():
 def test_a_replacement_that_does_nothing_or_too_much_is_refused():
     workspace = opened()
     assert refused(workspace.replace_text, "z.txt", "one", "two") == "there is no file z.txt"
-    assert refused(workspace.replace_text, "a.txt", "nine", "two") == "a.txt does not hold that text"
+    assert (
+        refused(workspace.replace_text, "a.txt", "nine", "two") == "a.txt does not hold that text"
+    )
     assert refused(workspace.replace_text, "a.txt", "", "two") == "the text to replace is empty"
     assert tree(workspace) == START
     workspace.write_file("a.txt", "y" * MAX_CHARACTERS)
