@@ -151,6 +151,7 @@ def sampled_tokens(server: VllmServer) -> float:
     """Number of tokens that a server has sampled since its start."""
     text = httpx.get(f"{server.url}/metrics", timeout=LIMIT_S).text
     counts = re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE)
+    assert counts, "the server does not count its tokens"
     return sum(map(float, counts))
 
 

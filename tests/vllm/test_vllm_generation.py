@@ -101,12 +101,12 @@ def test_new_weights_reach_running_requests_between_tokens(
     with closing(VllmGenerator(server.url, kv_policy=policy)) as generator:
         generator.load_weights(5, models[0].state_dict())
         ask = Asked(generator)
-        # All four have tokens of the first weights, and of the second.
+        # So many that each of the four has some of the first weights, and of the second.
         for slot in range(4):
             ask.submit(slot, [*PROMPT, slot], LONG, seed=slot)
-        wait_for_tokens(server, ask, 80)
+        wait_for_tokens(server, ask, 400)
         generator.load_weights(6, models[1].state_dict())
-        wait_for_tokens(server, ask, 80)
+        wait_for_tokens(server, ask, 400)
         generator.load_weights(7, models[2].state_dict())
         for slot, output in ask.outcomes(4).items():
             assert isinstance(output, GenOutput), output

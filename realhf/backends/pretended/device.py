@@ -94,8 +94,8 @@ class PretendedDevice:
     fp32 factors by line. ``live_bytes`` is the memory in use, ``peak_bytes`` its maximum.
     ``micro_batches`` has the waits of each micro-batch, ``left`` the bytes by line that each of
     them but the last had allocated and still held when the next one began. ``refused`` has the
-    texts of all DevicesMixed, DtypesMixed and errors of torch's kernels, also of those that the
-    product took for a model that it cannot run.
+    texts of all DevicesMixed, DtypesMixed and RuntimeErrors of kernels whose results are remembered,
+    also of those that the product took for a model that it cannot run.
     """
 
     def __init__(self, properties: GPUProperties | None = None) -> None:
