@@ -134,7 +134,7 @@ class KnownEvent:
     this event, whatever its arguments.
     """
 
-    __slots__ = ("_busy", "_emitter", "_handlers", "_is_idle", "_kind", "_name")
+    __slots__ = ("_emitter", "_is_idle", "_kind", "_known", "_name")
 
     def __init__(self, emitter: Any, name: str, is_idle: Callable[[Any], bool]) -> None:
         if isinstance(emitter, EventAliaser):
@@ -144,17 +144,18 @@ class KnownEvent:
         self._name = name
         self._kind = name.partition(".")[0]
         self._is_idle = is_idle
-        self._handlers: Any = None
-        self._busy: tuple[Any, ...] = ()
+        # (all handlers, those that would do something), one object because other threads may ask
+        self._known: tuple[Any, tuple[Any, ...]] = (None, ())
 
     @property
     def handlers(self) -> tuple[Any, ...]:
         """The handlers that would do something, in their order."""
         handlers = _find_handlers(self._emitter, self._kind, self._name)
-        if handlers is not self._handlers:
-            self._busy = tuple(handler for handler in handlers if not self._is_idle(handler))
-            self._handlers = handlers
-        return self._busy
+        known, busy = self._known
+        if handlers is not known:
+            busy = tuple(handler for handler in handlers if not self._is_idle(handler))
+            self._known = (handlers, busy)
+        return busy
 
     def emit(self, **arguments: Any) -> Any:
         """Call the handlers and return their first answer that is not None."""

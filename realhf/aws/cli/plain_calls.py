@@ -35,8 +35,10 @@ _OWN_HEADERS = frozenset({"authorization", "amz-sdk-invocation-id", "amz-sdk-req
 """Headers that are added to every request."""
 _CRC32_HEADER = "x-amz-crc32"
 """Header of an answer with the checksum of its body, which a retry handler compares."""
-_ADDITIONS = [_RETRIES, _SIGNATURE] = ["retries", "signature"]
-"""What botocore's handlers add to the header of every request."""
+_RETRIES = "retries"
+_SIGNATURE = "signature"
+_ADDITIONS = [_RETRIES, _SIGNATURE]
+"""What botocore's handlers add to the header of every request, in alphabetical order."""
 _RETRY_KEYS = ("ttl", "attempt", "max")
 """What a request tells about its retries, in this order."""
 
@@ -98,10 +100,10 @@ class CallPlan:
         self._signature = self._signer.sign.header
         self._is_for_s3 = SIGNED_FOR_S3 in self._signature
         self._has_checksums = bool(model.http_checksum or model.http_checksum_required)
-        self._endpoint: tuple[str, Mapping[str, str]] | None = None
-        self._known_handlers: Any = None
-        self._additions: list[str] = []
-        self._urls: dict[str, str] = {}
+        # (URL, header, URL of the root), if these are always the same
+        self._endpoint: tuple[str, Mapping[str, str], str] | None = None
+        # (handlers, what each adds), one object because other threads may be calling as well
+        self._additions: tuple[Any, list[str]] = (None, [])
 
         def event(kind: str) -> KnownEvent:
             name = f"{kind}.{service.service_id.hyphenize()}.{operation_name}"
@@ -177,7 +179,7 @@ class CallPlan:
             )
             if properties:
                 context["endpoint_properties"] = properties
-            endpoint = (url, headers)
+            endpoint = (url, headers, _urljoin(url, "/", None))
             if self._resolves_once and not properties:
                 self._endpoint = endpoint
         request = client._serializer.serialize_to_request(params, self._model)
@@ -188,11 +190,7 @@ class CallPlan:
         request["headers"].update(endpoint[1])
         request["headers"]["User-Agent"] = client._user_agent_creator.to_string()
         if request["url_path"] == "/" and prefix is None:
-            url = self._urls.get(endpoint[0])
-            if url is None:
-                url = _urljoin(endpoint[0], "/", None)
-                if self._endpoint is not None:
-                    self._urls[endpoint[0]] = url
+            url = endpoint[2]
         else:
             url = _urljoin(endpoint[0], request["url_path"], prefix)
         if request["query_string"]:
@@ -232,13 +230,11 @@ class CallPlan:
     def _is_final(self, http: Any) -> bool:
         """Return whether it is known that nothing asks for a retry after this answer."""
         handlers_now = self._needs_retry.handlers
-        if handlers_now is not self._is_success_final[0]:
-            self._is_success_final = (handlers_now, all(map(_accepts_success, handlers_now)))
-        return (
-            200 <= http.status_code < 300
-            and self._is_success_final[1]
-            and _CRC32_HEADER not in http.headers
-        )
+        known, is_final = self._is_success_final
+        if handlers_now is not known:
+            is_final = all(map(_accepts_success, handlers_now))
+            self._is_success_final = (handlers_now, is_final)
+        return 200 <= http.status_code < 300 and is_final and _CRC32_HEADER not in http.headers
 
     def _send_and_parse(
         self, endpoint: Any, request: dict[str, Any], context: dict[str, Any]
@@ -287,16 +283,17 @@ class CallPlan:
         """Return the header of a request with what botocore's handlers add to it, or None if there
         are other handlers or unusual fields."""
         created = self._created.handlers
-        if created is not self._known_handlers:
-            self._known_handlers = created
-            self._additions = [*map(self._addition_of, created)]
-        if sorted(self._additions) != _ADDITIONS or self._before_send.handlers:
+        known, additions = self._additions
+        if created is not known:
+            additions = [*map(self._addition_of, created)]
+            self._additions = (created, additions)
+        if sorted(additions) != _ADDITIONS or self._before_send.handlers:
             return None
         fields = [*headers.items()]
         names = {name.lower() for name, value in fields if _is_plain_field(name, value)}
         if len(names) < len(fields) or not names.isdisjoint(_OWN_HEADERS):
             return None
-        for addition in self._additions:
+        for addition in additions:
             if addition == _SIGNATURE:
                 fields.append(("Authorization", self._signature))
             else:
