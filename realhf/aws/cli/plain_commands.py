@@ -16,7 +16,16 @@ from typing import Any, NamedTuple
 
 import awscli  # noqa: F401  (must be first: makes the name botocore refer to the CLI's own copy)
 from awscli import argprocess, arguments, clidriver, paramfile
-from awscli.customizations import dynamodb, overridesslcommonname, paginate, toplevelbool
+from awscli.customizations import (
+    awslambda,
+    dynamodb,
+    overridesslcommonname,
+    paginate,
+    putmetricdata,
+    toplevelbool,
+)
+from awscli.customizations.ec2 import runinstances, secgroupsimplify
+from awscli.customizations.ec2.addcount import CountArgument
 from awscli.customizations.ec2.paginate import EC2PageSizeInjector
 from awscli.utils import is_document_type, resolve_v2_debug_mode
 
@@ -27,7 +36,7 @@ Scoped = Sequence[tuple[str, Any]]
 """Handlers that the CLI registers when it builds an operation's options, as (event, handler)."""
 
 
-class _Option(NamedTuple):
+class _PlanOption(NamedTuple):
     """An option of an operation that may have a value."""
 
     argument: Any
@@ -73,6 +82,7 @@ class CommandPlan:
         self.is_plain = type(operation) is clidriver.ServiceOperation and (
             type(operation._operation_caller) is clidriver.CLIOperationCaller
             and all(self._take_scoped(name, handler, names) for name, handler in scoped)
+            and all(type(item) in _KNOWN_ARGUMENTS for item in operation.arg_table.values())
         )
         """Whether commands can be run by this plan."""
         self._options = self._describe_options(emitter)
@@ -107,7 +117,7 @@ class CommandPlan:
         # does something with a document only
         return handler.func is paginate.check_should_enable_pagination_call_parameters
 
-    def _describe_options(self, emitter: Any) -> list[_Option]:
+    def _describe_options(self, emitter: Any) -> list[_PlanOption]:
         """Return what is known about the options, in their order."""
         model = self._operation._operation_model
         service = model.service_model
@@ -140,7 +150,7 @@ class CommandPlan:
             )
             parameter = argument._serialized_name if is_text else ""
             is_idle = kind.add_to_params in _IDLE_WITHOUT_VALUE and loads_files_only
-            options.append(_Option(argument, argument.py_name, parameter, is_idle))
+            options.append(_PlanOption(argument, argument.py_name, parameter, is_idle))
         return options
 
     def read(self, words: Sequence[str], global_options: Any) -> dict[str, Any] | None:
@@ -219,6 +229,31 @@ def _handlers_of(emitter: Any, event: str) -> Sequence[Any]:
     return KnownEvent(emitter, event, lambda handler: False).handlers
 
 
+_KNOWN_ARGUMENTS = frozenset(
+    {
+        arguments.CLIArgument,
+        arguments.ListArgument,
+        arguments.BooleanArgument,
+        paginate.PageArgument,
+        toplevelbool.PositiveBooleanArgument,
+        toplevelbool.NegativeBooleanParameter,
+        putmetricdata.PutMetricArgument,
+        awslambda.ZipFileArgument,
+        awslambda.ReplacedZipFileArgument,
+        CountArgument,
+        runinstances.SecondaryPrivateIpAddressesArgument,
+        runinstances.SecondaryPrivateIpAddressCountArgument,
+        runinstances.AssociatePublicIpAddressArgument,
+        runinstances.NoAssociatePublicIpAddressArgument,
+        secgroupsimplify.ProtocolArgument,
+        secgroupsimplify.PortArgument,
+        secgroupsimplify.CidrArgument,
+        secgroupsimplify.SourceGroupArgument,
+        secgroupsimplify.GroupOwnerArgument,
+    }
+)
+"""Kinds of arguments that change nothing but the parameters. Others may register handlers of the
+client's events, which a plan would not call."""
 _IDLE_WITHOUT_VALUE = (
     arguments.CLIArgument.add_to_params,
     arguments.BooleanArgument.add_to_params,
