@@ -28,6 +28,7 @@ import awscli  # (must be first: makes the name botocore refer to the CLI's own 
 import yaml
 from awscli import clidriver, paramfile
 from awscli.argparser import ServiceArgParser
+from awscli.arguments import CLIArgument
 from awscli.customizations import globalargs
 from awscli.customizations.cliinputjson import add_cli_input_json
 from awscli.customizations.generatecliskeleton import add_generate_skeleton
@@ -117,7 +118,10 @@ def _iterate_leaves(shape: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
 
 _URL_MEMBERS = ("TemplateURL", "StackPolicyURL", "StackPolicyDuringUpdateURL")
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
-_MAX_DEPTH = 100
+MAX_DEPTH = 100
+"""Maximum depth of nested objects and lists in the parameters of a command. Deeper ones would end in
+a RecursionError or not, depending on how many functions are being called around them."""
+_TOO_DEEP = f"the parameters of a command may have {MAX_DEPTH} levels"
 _BRACKETS = re.compile(r"[][{}]")
 _DEEP_BLOCK = re.compile(r"(?:[-?:][ \t]+){100}")
 _MIN_BASE64_CHARS = 8
@@ -181,12 +185,28 @@ def _is_deep(text: str) -> bool:
     for bracket in _BRACKETS.findall(text):
         depth += 1 if bracket in "[{" else -1
         deepest = max(deepest, depth)
-    return deepest > _MAX_DEPTH or _DEEP_BLOCK.search(text) is not None
+    return deepest > MAX_DEPTH or _DEEP_BLOCK.search(text) is not None
+
+
+def is_too_deep(params: Any) -> bool:
+    """Return whether parameters are nested deeper than ``MAX_DEPTH``. Iterative, and each object
+    counts once on a level, because an object of a YAML document may be in several others, or in
+    itself."""
+    inner = [params]
+    for _ in range(MAX_DEPTH + 1):
+        containers = {id(item): item for item in inner if isinstance(item, (dict, list, tuple))}
+        if not containers:
+            return False
+        inner = []
+        for container in containers.values():
+            inner += container.values() if isinstance(container, dict) else container
+    return True
 
 
 def read_document(own: OwnOptions) -> Mapping[str, Any]:
     """Return the parameters in the document that a command names, or {} if it names none. Raises
-    RefusedRequest if the document is not an object, or is a file outside the working folder."""
+    RefusedRequest if the document is not an object, is nested too deeply, or is a file outside the
+    working folder."""
     if not own.document_option:
         return {}
     text = own.document
@@ -203,11 +223,15 @@ def read_document(own: OwnOptions) -> Mapping[str, Any]:
     if not in_json and has_many_aliases(text):
         refuse("too-many", f"a document may have {MAX_ALIASES} aliases (*name)")
     if not in_json and _is_deep(text):
-        refuse("malformed", f"a document may have {_MAX_DEPTH} levels")
+        refuse("malformed", _TOO_DEEP)
     try:
         document = json.loads(text) if in_json else yaml.load(text, _TextLoader)
-    except (ValueError, yaml.YAMLError, RecursionError):
+    except RecursionError:
+        refuse("malformed", _TOO_DEEP)
+    except (ValueError, yaml.YAMLError):
         document = None
+    if is_too_deep(document):
+        refuse("malformed", _TOO_DEEP)
     if not isinstance(document, dict) or not all(isinstance(name, str) for name in document):
         form = "JSON" if in_json else "YAML"
         refuse(
@@ -423,11 +447,14 @@ class WarmCli:
         _restrict_param_files(self._refuse)
         _disable_help(self._refuse)
         _bound_waiters()
+        _bound_depth(self._refuse)
         original = clidriver.create_clidriver()
         self._session = original.session
         short_cuts.install(self._session, lambda: bool(self._document))
         self._create_client = self._session.create_client
         self._session.create_client = self._get_client  # pyright: ignore[reportAttributeAccessIssue]
+        # registered before all others, which may be recursive
+        self._session.register("provide-client-params", self._check_depth)
         # registered before the log, so that the log has the parameters as they are sent
         self._session.register("provide-client-params", self._decode_blobs)
         self._log.attach(self._session)
@@ -527,6 +554,11 @@ class WarmCli:
                 version = f"aws-cli {awscli.__version__} takes texts for bytes literally"
                 say = f"say --cli-binary-format {BASE64} or {RAW}, or give fileb://NAME"
                 self._refuse("malformed", f"{name} looks like base64, and {version}; {say}")
+
+    def _check_depth(self, params: Mapping[str, Any], **_: Any) -> None:
+        """Refuse parameters that are nested too deeply."""
+        if is_too_deep(params):
+            self._refuse("malformed", _TOO_DEEP)
 
     def _check_bounds(self, params: Mapping[str, Any], model: Any, **_: Any) -> None:
         """Check the parameters of a request against limits and for URLs and internal paths. The
@@ -643,6 +675,19 @@ def _bound_waiters() -> None:
 
     SingleWaiterConfig.__init__ = bounded  # type: ignore[method-assign]
     WaitCommand._build_subcommand_table = table  # type: ignore[method-assign]
+
+
+def _bound_depth(refuse: Refuse) -> None:
+    """Refuse values of options that are nested too deeply for their parsers."""
+    unpack = CLIArgument._unpack_argument
+
+    def unpack_argument(argument: CLIArgument, value: Any) -> Any:
+        try:
+            return unpack(argument, value)
+        except RecursionError:
+            refuse("malformed", _TOO_DEEP)
+
+    CLIArgument._unpack_argument = unpack_argument  # type: ignore[method-assign]
 
 
 def _restrict_param_files(refuse: Refuse) -> None:

@@ -3,6 +3,7 @@
 import os
 import random
 import shlex
+from typing import Any
 
 import botocore.session
 import pytest
@@ -12,9 +13,22 @@ from hypothesis import strategies as st
 from realhf.aws.cli import virtual_folder
 from realhf.aws.cli.command_table import ALLOWED as ALLOWED_OPERATIONS
 from realhf.aws.cli.command_table import WAITERS
-from realhf.aws.cli.policy import check_command, split_quickly
+from realhf.aws.cli.policy import (
+    DOCUMENTS,
+    OwnOptions,
+    RefusedRequest,
+    check_command,
+    split_quickly,
+)
 from realhf.aws.cli.virtual_folder import MAX_FILES, MAX_FOLDERS, VirtualFolder, remove_folder
-from realhf.aws.cli.warm_cli import MAX_ALIASES, find_excess, has_many_aliases
+from realhf.aws.cli.warm_cli import (
+    MAX_ALIASES,
+    MAX_DEPTH,
+    find_excess,
+    has_many_aliases,
+    is_too_deep,
+    read_document,
+)
 
 ALLOWED = [
     "aws s3 ls",
@@ -355,6 +369,34 @@ def test_a_deep_document_is_walked() -> None:
     for _ in range(5_000):
         deep = {"L": [deep]}
     assert _too_much("dynamodb", "PutItem", {"Item": {"k": deep}}) == ""
+
+
+def test_the_depth_of_parameters_is_bounded() -> None:
+    def nested(depth: int) -> list[Any]:
+        return [] if depth == 1 else [nested(depth - 1)]
+
+    itself: dict[str, Any] = {}
+    itself |= {"a": itself, "b": [itself, itself]}
+    assert not is_too_deep(nested(MAX_DEPTH)) and not is_too_deep("x") and not is_too_deep({})
+    assert is_too_deep(nested(MAX_DEPTH + 1)) and is_too_deep({"a": 1, "b": nested(MAX_DEPTH)})
+    assert is_too_deep(itself)
+
+
+@pytest.mark.parametrize("option", DOCUMENTS)
+@pytest.mark.parametrize("depth", [MAX_DEPTH, MAX_DEPTH + 1, 161, 100_000])
+def test_the_depth_of_a_document_is_bounded(option: str, depth: int) -> None:
+    own = OwnOptions(document_option=option, document='{"a":' * depth + "1" + "}" * depth)
+    if depth <= MAX_DEPTH:
+        assert list(read_document(own)) == ["a"]
+    else:
+        with pytest.raises(RefusedRequest, match=f"may have {MAX_DEPTH} levels"):
+            read_document(own)
+
+
+def test_a_document_in_itself_is_refused() -> None:
+    own = OwnOptions(document_option="--cli-input-yaml", document="a: &x {b: [*x, *x]}")
+    with pytest.raises(RefusedRequest, match="levels"):
+        read_document(own)
 
 
 BOMB = "\n".join(["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 30))])
