@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import IO, Any
 
 import pytest
 
 from realhf.aws.cli.executor import OutputLimits
 from realhf.aws.cli.policy import check_command
+from realhf.aws.cli.warm_cli import MAX_DEPTH
 from realhf.aws.episode.world import build_world
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from realhf.aws.tasks.loader import instantiate, load_templates
@@ -139,14 +141,48 @@ def pagination_pairs() -> list[str]:
     return commands
 
 
+WITHOUT_PLAN = {
+    "cloudwatch put-metric-data",
+    "lambda invoke",
+    "s3api get-object",
+    "s3api put-object",
+    "s3api upload-part",
+}
+"""Operations whose requests are compressed, or whose requests or answers are streams."""
+
+
 def xml(text: bytes) -> list[Any]:
     """Return an answer to be replayed."""
     return [200, {"content-type": "text/xml"}, base64.b64encode(text).decode()]
 
 
+@dataclass
+class Recorder:
+    """A process that runs commands."""
+
+    requests: IO[str]
+    """Its input."""
+    replies: IO[str]
+    """Its output."""
+    plan_runs: dict[str, int] = field(default_factory=dict)
+    """Number of ``commands`` and ``calls`` that were run by plans so far."""
+    without_plan: frozenset[str] = frozenset()
+    """Operations of which no command, or no call, is run by a plan."""
+
+    def __call__(self, commands: Sequence[str], answers: Sequence[Any] = ()) -> list[Any]:
+        """Run commands and return what came of them."""
+        line = json.dumps({"commands": [*commands], "answers": [*answers]})
+        self.requests.write(line + "\n")
+        self.requests.flush()
+        reply = json.loads(self.replies.readline())
+        self.plan_runs = reply["plan_runs"]
+        self.without_plan = frozenset(reply["without_plan"])
+        return reply["results"]
+
+
 @contextmanager
-def recorder(mode: str, services: str = "all", slot: Slot | None = None) -> Iterator[Any]:
-    """Start a process that runs commands; yield a function of (commands, answers)."""
+def recorder(mode: str, services: str = "all", slot: Slot | None = None) -> Iterator[Recorder]:
+    """Start a process that runs commands."""
     program = [sys.executable, "-m", "tests.aws.cli.command_recorder", mode, services]
     fds = []
     if slot is not None:
@@ -157,23 +193,18 @@ def recorder(mode: str, services: str = "all", slot: Slot | None = None) -> Iter
         program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=numbers
     ) as process:
         assert process.stdin is not None and process.stdout is not None
-
-        def play(commands: Sequence[str], answers: Sequence[Any] = ()) -> list[dict[str, Any]]:
-            assert process.stdin is not None and process.stdout is not None
-            line = json.dumps({"commands": [*commands], "answers": [*answers]})
-            process.stdin.write(line + "\n")
-            process.stdin.flush()
-            return json.loads(process.stdout.readline())
-
-        yield play
+        yield Recorder(process.stdin, process.stdout)
         process.stdin.close()
     for connection in fds:
         connection.close()
 
 
-def play_both(ids: Sequence[int], spellings: Sequence[str]) -> int:
+def play_both(
+    ids: Sequence[int], spellings: Sequence[str], commands_per_request: float = 0.5
+) -> int:
     """Run the solutions of these templates and then the spellings in both drivers, and compare.
-    Return the number of requests."""
+    Return the number of requests. ``commands_per_request``: how many commands are run by plans at
+    least."""
     n_requests = 0
     pool = MiniStackPool(1, limits=OutputLimits())
     pool.start()
@@ -190,6 +221,10 @@ def play_both(ids: Sequence[int], spellings: Sequence[str]) -> int:
                 for command, one, other in zip(commands, expected, actual, strict=True):
                     del other["got"]
                     assert other == one, command
+            assert plain.plan_runs == {"commands": 0, "calls": 0}
+            assert quick.plan_runs["calls"] >= 0.5 * n_requests
+            assert quick.plan_runs["commands"] >= commands_per_request * n_requests
+            assert quick.without_plan == WITHOUT_PLAN
     finally:
         pool.stop()
     return n_requests
@@ -231,6 +266,58 @@ def test_an_endless_answer_ends_before_it_takes_memory(n_doublings: int) -> None
         small, large = quick(["aws s3api list-buckets", command], [xml(BUCKETS)] * 2)
     assert small["exit_code"] == 0 and large["runaway"]
     assert large["peak_bytes"] < 250 << 20
+
+
+def items_of_depth(depth: int) -> tuple[str, str, str]:
+    """Return commands whose parameters have this many levels, given as JSON, in the CLI's own
+    notation and as a document."""
+    is_odd = depth % 2
+    in_json = '{"S": "x"}' if is_odd else '{"L": []}'
+    in_words = "{S=x}" if is_odd else "{L=[]}"
+    for _ in range((depth - 3) // 2):  # in the parameters, the item and its attribute
+        in_json = f'{{"M":{{"b":{in_json}}}}}'
+        in_words = f"{{M={{b={in_words}}}}}"
+    document = f'{{"TableName": "t", "Item": {{"a": {in_json}}}}}'
+    return (
+        f"aws dynamodb put-item --table-name t --item '{{\"a\": {in_json}}}'",
+        f"aws dynamodb put-item --table-name t --item 'a={in_words}'",
+        f"aws dynamodb put-item --cli-input-json '{document}'",
+    )
+
+
+@pytest.mark.slow
+def test_depth_has_one_limit() -> None:
+    services = "dynamodb"
+    answers = [[200, {}, base64.b64encode(b"{}").decode()]]
+    with recorder("plain", services) as plain, recorder("quick", services) as quick:
+        for depth in (MAX_DEPTH, MAX_DEPTH + 1, 161, 319, 901):
+            for command in items_of_depth(depth):
+                expected = plain([command], answers)
+                assert quick([command], answers) == expected
+                (result,) = expected
+                if depth <= MAX_DEPTH:
+                    assert result["exit_code"] == 0 and len(result["sent"]) == 1
+                    assert len(result["requests"]) == 1 and result["refusal"] is None
+                else:
+                    assert result["exit_code"] > 0 and result["sent"] == []
+                    assert result["refusal"] == [
+                        "malformed",
+                        f"the parameters of a command may have {MAX_DEPTH} levels",
+                    ]
+                    assert "recursion" not in result["stderr"]
+    assert quick.plan_runs["commands"] >= 2  # those of the largest depth, without a document
+
+
+@pytest.mark.slow
+def test_a_command_with_an_unknown_kind_of_argument_has_no_plan() -> None:
+    """Its outfiles are written by a handler that the argument registers when it has a value."""
+    command = "aws iot create-keys-and-certificate --certificate-pem-outfile new.pem"
+    answers = [[200, {}, base64.b64encode(b'{"certificatePem": "text"}').decode()]]
+    with recorder("quick", "iot/create-keys-and-certificate") as quick:
+        (result,) = quick([command], answers)
+    assert result["exit_code"] == 0 and result["requests"][0]["status"] == 200
+    assert quick.without_plan == {"iot create-keys-and-certificate"}
+    assert quick.plan_runs["commands"] == 0
 
 
 JSON_ERROR = {"content-type": "application/x-amz-json-1.0", "x-amzn-errortype": "e"}
@@ -276,6 +363,7 @@ def test_failures_come_out_the_same() -> None:
             n_requests += len(expected[0]["sent"])
             assert quick([command], answers) == expected, command
     assert n_requests > 2 * len(FAILURES)
+    assert quick.plan_runs == {"commands": len(FAILURES), "calls": len(FAILURES)}
 
 
 @pytest.mark.slow
@@ -291,7 +379,8 @@ def test_spellings_and_solutions_come_out_the_same() -> None:
 
 @pytest.mark.slow
 def test_ways_to_paginate_come_out_the_same() -> None:
-    assert play_both((), pagination_pairs()) > 500
+    # by plans only if they paginate without options
+    assert play_both((), pagination_pairs(), commands_per_request=0.1) > 500
 
 
 @pytest.mark.nightly
@@ -306,4 +395,5 @@ def test_drawn_commands_come_out_the_same() -> None:
     grammar = CommandGrammar(48, {place: "nowhere" for place in places})
     drawn = [grammar.draw().line for _ in range(1500)]
     # what the policy refuses is not run outside of a sandbox
-    assert play_both((), [line for line in drawn if check_command(line).rule is None]) > 300
+    lines = [line for line in drawn if check_command(line).rule is None]
+    assert play_both((), lines, commands_per_request=0.3) > 300
