@@ -29,9 +29,10 @@ def parse(text: str, tools: Tools = ()) -> ParsedTurn:
     content, calls = _parse_calls(text)
     if calls and not any(call.problem for call in calls):
         return ParsedTurn(content, calls)
-    turn = THINK_TAGS.parse(text)
-    content, calls = _parse_calls(turn.content)
-    return ParsedTurn(content, calls, turn.reasoning)
+    start = THINK_TAGS.skip_reasoning(text)
+    _, calls = _parse_calls(text[start:])
+    turn = THINK_TAGS.parse(text[:start] if calls else text)
+    return ParsedTurn(turn.content, calls, turn.reasoning)
 
 
 def write(calls: NamedCalls) -> str:

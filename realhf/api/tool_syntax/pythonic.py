@@ -63,9 +63,10 @@ def parse(text: str, tools: Tools = ()) -> ParsedTurn:
     calls = _parse_whole(text, tools)
     if calls and not any(call.problem for call in calls):
         return ParsedTurn("", calls)
-    turn = THINK_TAGS.parse(text)
-    calls = _parse_whole(turn.content, tools)
-    return ParsedTurn("" if calls else turn.content, calls, turn.reasoning)
+    start = THINK_TAGS.skip_reasoning(text)
+    calls = _parse_whole(text[start:], tools)
+    turn = THINK_TAGS.parse(text[:start] if calls else text)
+    return ParsedTurn(turn.content, calls, turn.reasoning)
 
 
 def _parse_whole(content: str, tools: Tools) -> list[ToolCall]:

@@ -126,6 +126,17 @@ class Tags:
         match = self._reasoning.match(text, start)
         return match.end() if match else 0
 
+    def skip_reasoning(self, text: str) -> int:
+        """Return the index in ``text`` after all of its leading reasoning; 0 if there is none.
+
+        Where a turn is one call without a tag, only that can be reasoning: a tag after it is a word
+        in a string of the call, which would become another call without it.
+        """
+        start = 0
+        while end := self.find_reasoning_end(text, start):
+            start = end
+        return start
+
     def read_malformed(
         self, problem: str, text: str, start: int, number: int
     ) -> tuple[list[ToolCall], int]:

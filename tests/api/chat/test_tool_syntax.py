@@ -204,6 +204,41 @@ def test_a_turn_that_is_cut_has_no_other_calls(turn: Any) -> None:
         assert found == expected[: len(found)]
 
 
+@pytest.mark.parametrize("family", FORMS)
+@pytest.mark.parametrize("words", [("<think>", "</think>"), ("</think>", "<think>")])
+@pytest.mark.parametrize("reasoning", ["", "hm</think>"])
+def test_tags_of_reasoning_in_a_cut_call_are_words(
+    family: str, words: tuple[str, str], reasoning: str
+) -> None:
+    """Without what is between them, the rest of a call would be another one."""
+    syntax, write = WRITERS[FORMS[family]]
+    nested = syntax.name in QUOTED_KEYS
+    arguments = {words[0]: {words[1]: None}} if nested else {"x": words[0], "y": words[1]}
+    calls = [("f", arguments)]
+    written = write(calls)
+    for end in range(len(written) + 1):
+        found = parsed(reasoning + written[:end], chat_of(family).family, schemas(calls))
+        assert found == canonical(calls)[: len(found)]
+    if not reasoning:
+        assert found == canonical(calls)
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("llama", '{"name": "f", "parameters": {"<think>": {"</think>": 1}}'),
+        ("llama", 'hm</think>{"name": "f", "parameters": {"<think>": {"</think>": 1}}'),
+        ("pythonic", "[f(x='<think>b'y='</think>')]"),
+        ("pythonic", "<think>hm</think>[f(x='<think>b'y='</think>')]"),
+    ],
+)
+def test_a_malformed_call_is_not_mended_by_its_tags(family: str, text: str) -> None:
+    turn = parse_turn(text, family)
+    (call,) = turn.tool_calls
+    assert call.problem and "<think>" in call.text
+    assert turn.reasoning == ("hm" if "hm" in text else "")
+
+
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(turns(), st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), TEXTS), max_size=3))
