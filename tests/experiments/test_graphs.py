@@ -372,12 +372,12 @@ def test_the_pretrained_model_comes_with_lengths_rates_and_a_warm_start():
     )
     [before] = made.before
     assert (before.total_train_steps, before.n_seqs, made.total_train_steps, made.n_seqs) == (
-        60,
-        16,
-        36,
+        68,
+        8,
+        12,
         8,
     )
-    assert set(made.models) == {"actor"} and made.models["actor"].optimizer.lr == 3e-5
+    assert set(made.models) == {"actor"} and made.models["actor"].optimizer.lr == 5e-5
 
 
 @pytest.mark.slow
