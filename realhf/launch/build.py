@@ -49,9 +49,9 @@ from realhf.scheduler.machine import NO_GPUS, Machine
 
 LARGE_RATE = 5e-5
 """Learning rate of reinforcement learning above which a warning is shown if all weights of a
-pretrained model are trained. 1e-6 is usual; 3e-5 worked for a model with 135 million parameters."""
+pretrained model are trained. 1e-6 is usual; 5e-5 worked for a model with 135 million parameters."""
 LARGE_SUPERVISED_RATE = 5e-4
-"""Learning rate of supervised learning above which a warning is shown. 1e-5 is usual; 2e-4 worked
+"""Learning rate of supervised learning above which a warning is shown. 1e-5 is usual; 4e-4 worked
 for a model with 135 million parameters."""
 LORA_FACTOR = 20
 """Factor by which both limits are higher with LoRA, where learning rates are usually about ten

@@ -463,7 +463,7 @@ QUOTED = (
     ),
     (
         "docs/recipes.md",
-        r"(85\.5 -> 88\.3) \(mean of three seeds\) \| 18 minutes",
+        r"(85\.5 after its demonstrations, 88\.3) after GRPO .*?\| 18 minutes",
         MEASURED,
         "SmolLM2-135M, demonstrations and GRPO",
     ),
@@ -478,22 +478,36 @@ QUOTED = (
     ),
     (
         "README.md",
-        r"GRPO (86\.7, 90\.0 and\s+88\.1) %",
+        r"GRPO (86\.7,\s+90\.0 and 88\.1) %",
         MEASURED,
         "SmolLM2-135M, demonstrations and GRPO",
     ),
     (
         "README.md",
-        r"demonstrations\s+give (85\.5);",
+        r"Demonstrations bring (85\.5) %",
         MEASURED,
         "SmolLM2-135M, demonstrations and GRPO",
     ),
-    ("README.md", r"from (52\.4 to 85\.9) %", "docs/running.md", "All three: 85.5"),
+    (
+        "README.md",
+        r"less, (52\.4 %, came to 85\.9)\s",
+        "docs/running.md",
+        "60 steps of 16, 15 %",
+    ),
     (
         "docs/measured.md",
-        r"SmolLM2-135M, demonstrations.*?(85\.5 to 88\.3)",
+        r"(85\.5 % after demonstrations, 88\.3)",
         "docs/running.md",
         "All three: 85.5",
+    ),
+    ("docs/measured.md", r"chance\): (86\.7), 90", "docs/running.md", "seed 1, after 12 steps"),
+    ("docs/measured.md", r"86\.7, (90\.0) and", "docs/running.md", "seed 2, after 12 steps"),
+    ("docs/measured.md", r"90\.0 and (88\.1) ", "docs/running.md", "seed 3, after 12 steps"),
+    (
+        "docs/measured.md",
+        r"\| 17\.4 to (17\.5) minutes",
+        "docs/running.md",
+        "seed 2, after 12 steps",
     ),
 )
 """A page, what it says (the group, if there is one), the page that has it first, and how the row or

@@ -22,6 +22,7 @@ from realhf.api.keys import TURN_KEYS
 from realhf.api.option import problems
 from realhf.api.rollout import MAX_BRANCHES
 from realhf.aws import environment
+from realhf.aws.tasks.loader import load_templates
 from realhf.launch.build import BuiltExperiment, build_experiment
 from realhf.launch.compose import compose_config
 
@@ -378,6 +379,12 @@ def test_the_pretrained_model_comes_with_lengths_rates_and_a_warm_start():
         8,
     )
     assert set(made.models) == {"actor"} and made.models["actor"].optimizer.lr == 5e-5
+    assert before.models["actor"].optimizer.lr == 4e-4
+    [demonstrations] = before.jobs
+    told = " ".join(demonstrations.argv)
+    assert "--episodes-per-task 14 " in told and "--mix recovery=0.0 habit=0.0" in told
+    n_demonstrations = 14 * len(load_templates(tags=("starter",)))
+    assert 68 * 8 <= n_demonstrations < 69 * 8, "almost each is used, once"
 
 
 @pytest.mark.slow

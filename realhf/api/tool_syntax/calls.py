@@ -19,6 +19,8 @@ MAX_CALLS = 64
 """Maximum number of calls in a turn."""
 MAX_NAME_CHARS = 256
 """Maximum number of characters of a function's name."""
+TEXT_FOLLOWS = "text follows the calls"
+"""Problem of the text after complete calls, in syntaxes in which calls are all but the reasoning."""
 _IGNORED_KEYS = frozenset({"id", "type"})
 """Keys of a call that are allowed but ignored."""
 

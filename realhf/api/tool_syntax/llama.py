@@ -6,6 +6,7 @@ import re
 
 from realhf.api.tool_syntax.calls import (
     MAX_CALLS,
+    TEXT_FOLLOWS,
     CallProblem,
     NamedCalls,
     ParsedTurn,
@@ -16,7 +17,7 @@ from realhf.api.tool_syntax.calls import (
     surplus_call,
 )
 from realhf.api.tool_syntax.json_values import read_json, skip_space, write_json
-from realhf.api.tool_syntax.tags import THINK_TAGS
+from realhf.api.tool_syntax.tags import parse_untagged_calls
 
 _PYTHON_TAG = "<|python_tag|>"
 _CALL_START = re.compile(r'\{\s*("(name|parameters|type)"|$)')
@@ -26,13 +27,7 @@ _CALL_START = re.compile(r'\{\s*("(name|parameters|type)"|$)')
 def parse(text: str, tools: Tools = ()) -> ParsedTurn:
     """Parse a turn. Never raises."""
     del tools
-    content, calls = _parse_calls(text)
-    if calls and not any(call.problem for call in calls):
-        return ParsedTurn(content, calls)
-    start = THINK_TAGS.skip_reasoning(text)
-    _, calls = _parse_calls(text[start:])
-    turn = THINK_TAGS.parse(text[:start] if calls else text)
-    return ParsedTurn(turn.content, calls, turn.reasoning)
+    return parse_untagged_calls(text, _parse_calls)
 
 
 def write(calls: NamedCalls) -> str:
@@ -44,29 +39,29 @@ def write(calls: NamedCalls) -> str:
     )
 
 
-def _parse_calls(content: str) -> tuple[str, list[ToolCall]]:
-    """Return (content, calls) of a turn, of which either the content or the list of calls is empty.
-    Several calls are separated by semicolons."""
+def _parse_calls(content: str) -> list[ToolCall]:
+    """Return the calls of a turn without reasoning; [] if it does not look like a call. Several
+    calls are separated by semicolons."""
     words = content.strip()
     tagged = words.startswith(_PYTHON_TAG)
     start = skip_space(words, len(_PYTHON_TAG) if tagged else 0)
     if not tagged and not words.startswith("{"):
-        return content, []
+        return []
     calls: list[ToolCall] = []
     while start < len(words) or not calls:
         if len(calls) >= MAX_CALLS:
-            return "", [*calls, surplus_call(words[start:], len(calls))]
+            return [*calls, surplus_call(words[start:], len(calls))]
         try:
             value, end = read_json(words, start)
         except CallProblem as error:
             if not tagged and not calls and not _CALL_START.match(words):
-                return content, []
-            return "", [*calls, malformed_call(str(error), words[start:], len(calls))]
+                return []
+            return [*calls, malformed_call(str(error), words[start:], len(calls))]
         if not tagged and not calls and not (isinstance(value, dict) and "name" in value):
-            return content, []
+            return []
         calls.append(build_call(value, words[start:end], len(calls), arguments_key="parameters"))
         start = skip_space(words, end)
         if start < len(words) and words[start] != ";":
-            return "", [*calls, malformed_call("text follows a call", words[start:], len(calls))]
+            return [*calls, malformed_call(TEXT_FOLLOWS, words[start:], len(calls))]
         start = skip_space(words, start + 1)
-    return "", calls
+    return calls

@@ -16,6 +16,7 @@ from realhf.api.tool_syntax.arguments import (
 from realhf.api.tool_syntax.calls import (
     MAX_CALLS,
     NAME,
+    TEXT_FOLLOWS,
     CallProblem,
     NamedCalls,
     ParsedTurn,
@@ -33,7 +34,7 @@ from realhf.api.tool_syntax.json_values import (
     write_json,
 )
 from realhf.api.tool_syntax.nested_values import read_items, read_nested, read_pair, read_word
-from realhf.api.tool_syntax.tags import THINK_TAGS, Tags
+from realhf.api.tool_syntax.tags import Tags, parse_untagged_calls
 
 _TAGS = Tags(call="<|tool_call_start|>", call_end="<|tool_call_end|>")
 _WRAPPING = ("<|python_start|>", "<|python_end|>")
@@ -60,13 +61,7 @@ def parse(text: str, tools: Tools = ()) -> ParsedTurn:
     type of the schema in ``tools`` if it allows no strings. Never raises."""
     if _TAGS.call in text:
         return _TAGS.parse(text, partial(_read_tagged, tools=tools))
-    calls = _parse_whole(text, tools)
-    if calls and not any(call.problem for call in calls):
-        return ParsedTurn("", calls)
-    start = THINK_TAGS.skip_reasoning(text)
-    calls = _parse_whole(text[start:], tools)
-    turn = THINK_TAGS.parse(text[:start] if calls else text)
-    return ParsedTurn(turn.content, calls, turn.reasoning)
+    return parse_untagged_calls(text, partial(_parse_whole, tools=tools))
 
 
 def _parse_whole(content: str, tools: Tools) -> list[ToolCall]:
@@ -82,7 +77,7 @@ def _parse_whole(content: str, tools: Tools) -> list[ToolCall]:
         return []
     calls, end, problem = _read_list(words, 0, 0, tools)
     if not problem and end < len(words):
-        problem = "text follows the calls"
+        problem = TEXT_FOLLOWS
     # Prose may begin like a call of something that is no tool: [see(1)].
     is_meant = outer != words or start[2] or start[1] in tool_names(tools)
     if problem and not is_meant and len(calls) < MAX_CALLS:

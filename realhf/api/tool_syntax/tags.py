@@ -8,6 +8,7 @@ from functools import cached_property
 
 from realhf.api.tool_syntax.calls import (
     MAX_CALLS,
+    TEXT_FOLLOWS,
     ParsedTurn,
     ToolCall,
     malformed_call,
@@ -21,6 +22,8 @@ calls) -> (calls, position after them)."""
 
 _MAX_READS = 8 * MAX_CALLS
 """Maximum number of calls that are parsed in a turn, with those that turn out to be reasoning."""
+_MAX_STARTS = 64
+"""Maximum number of places at which calls without a tag are looked for."""
 
 
 class Tags:
@@ -126,17 +129,6 @@ class Tags:
         match = self._reasoning.match(text, start)
         return match.end() if match else 0
 
-    def skip_reasoning(self, text: str) -> int:
-        """Return the index in ``text`` after all of its leading reasoning; 0 if there is none.
-
-        Where a turn is one call without a tag, only that can be reasoning: a tag after it is a word
-        in a string of the call, which would become another call without it.
-        """
-        start = 0
-        while end := self.find_reasoning_end(text, start):
-            start = end
-        return start
-
     def read_malformed(
         self, problem: str, text: str, start: int, number: int
     ) -> tuple[list[ToolCall], int]:
@@ -157,3 +149,61 @@ THINK_TAGS = Tags()
 """The tags of reasoning in a turn without calls."""
 TOOL_CALL_TAGS = Tags(call="<tool_call>", call_end="</tool_call>")
 """The tags of Hermes, Qwen and GLM."""
+_THINK_TAG = re.compile("</?think>")
+
+
+def parse_untagged_calls(text: str, read_calls: Callable[[str], list[ToolCall]]) -> ParsedTurn:
+    """Parse a turn in which calls, with no tag before them, are everything but the reasoning.
+
+    A tag in a malformed call is a word of it: without what is between the tags of reasoning, the
+    rest could be another call, which the policy did not write.
+
+    Args:
+        text: The turn.
+        read_calls: Parser of a text of calls only; [] if it does not look like one. What it cannot
+            parse is the last call, with the problem ``TEXT_FOLLOWS`` after complete calls.
+    """
+    calls: list[ToolCall] = []
+    start = next_start = 0
+    for _ in range(_MAX_STARTS):
+        start = next_start
+        calls = read_calls(text[start:])
+        if calls and calls[-1].problem != TEXT_FOLLOWS:
+            break
+        next_start = _next_word_start(text, start, text.rfind(calls[-1].text) if calls else start)
+        if next_start < 0:
+            break
+    if not calls:
+        return THINK_TAGS.parse(text)
+    reasoning = [THINK_TAGS.parse(text[:start]).reasoning]
+    if calls[-1].problem == TEXT_FOLLOWS and calls[-1].text.lstrip().startswith(THINK_TAGS.think):
+        after = THINK_TAGS.parse(calls[-1].text)
+        if not after.content:
+            reasoning.append(after.reasoning)
+            del calls[-1]
+    return ParsedTurn("", calls, "\n".join(filter(None, reasoning)))
+
+
+def _next_word_start(text: str, start: int, place: int) -> int:
+    """Return the next index in ``text`` before which there is only reasoning; -1 if there is none.
+
+    As in ``Tags.parse``, the closing tag of reasoning that was not opened makes all before it
+    reasoning, and reasoning after other words does not.
+
+    Args:
+        text: The turn.
+        start: An index before which there is only reasoning.
+        place: Where to look for tags, not before ``start``.
+    """
+    first_word = len(text) - len(text[start:].lstrip())
+    while match := _THINK_TAG.search(text, place):
+        place = match.end()
+        if match[0] == THINK_TAGS.think_end:
+            return place
+        end = text.find(THINK_TAGS.think_end, place)
+        if end < 0:
+            break
+        place = end + len(THINK_TAGS.think_end)
+        if match.start() == first_word:
+            return place
+    return -1

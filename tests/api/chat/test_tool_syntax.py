@@ -206,7 +206,7 @@ def test_a_turn_that_is_cut_has_no_other_calls(turn: Any) -> None:
 
 @pytest.mark.parametrize("family", FORMS)
 @pytest.mark.parametrize("words", [("<think>", "</think>"), ("</think>", "<think>")])
-@pytest.mark.parametrize("reasoning", ["", "hm</think>"])
+@pytest.mark.parametrize("reasoning", ["", "hm</think>", "<think>a</think>\n<think>b</think>"])
 def test_tags_of_reasoning_in_a_cut_call_are_words(
     family: str, words: tuple[str, str], reasoning: str
 ) -> None:
@@ -216,27 +216,71 @@ def test_tags_of_reasoning_in_a_cut_call_are_words(
     arguments = {words[0]: {words[1]: None}} if nested else {"x": words[0], "y": words[1]}
     calls = [("f", arguments)]
     written = write(calls)
+    if syntax.name in {"harmony", "gemma", "mistral"}:  # They have tags of their own.
+        reasoning = ""
     for end in range(len(written) + 1):
         found = parsed(reasoning + written[:end], chat_of(family).family, schemas(calls))
         assert found == canonical(calls)[: len(found)]
-    if not reasoning:
-        assert found == canonical(calls)
+    assert found == canonical(calls)
+
+
+LLAMA_F = '{"name": "f", "parameters": {}}'
 
 
 @pytest.mark.parametrize(
-    ("family", "text"),
+    ("family", "text", "reasoning"),
     [
-        ("llama", '{"name": "f", "parameters": {"<think>": {"</think>": 1}}'),
-        ("llama", 'hm</think>{"name": "f", "parameters": {"<think>": {"</think>": 1}}'),
-        ("pythonic", "[f(x='<think>b'y='</think>')]"),
-        ("pythonic", "<think>hm</think>[f(x='<think>b'y='</think>')]"),
+        ("llama", '{"name": "f", "parameters": {"<think>": {"</think>": 1}}', ""),
+        ("llama", 'hm</think>{"name": "f", "parameters": {"<think>": {"</think>": 1}}', "hm"),
+        ("llama", f'{{"name": "f", "parameters": {{"x": "</think>{LLAMA_F}', ""),
+        ("llama", f'{LLAMA_F}; {{"name": "g", "parameters": {{"x": "</think>{LLAMA_F}', ""),
+        ("pythonic", "[f(x='<think>b'y='</think>')]", ""),
+        ("pythonic", "<think>hm</think>[f(x='<think>b'y='</think>')]", "hm"),
+        ("pythonic", "[f(x='</think>[g(y=1)]", ""),
+        ("pythonic", "hm</think>[f(x='</think>[g(y=1)]", "hm"),
     ],
 )
-def test_a_malformed_call_is_not_mended_by_its_tags(family: str, text: str) -> None:
+def test_a_malformed_call_is_not_mended_by_its_tags(family: str, text: str, reasoning: str) -> None:
     turn = parse_turn(text, family)
-    (call,) = turn.tool_calls
-    assert call.problem and "<think>" in call.text
-    assert turn.reasoning == ("hm" if "hm" in text else "")
+    assert turn.tool_calls[-1].problem and "think>" in turn.tool_calls[-1].text
+    assert {call.name for call in turn.tool_calls} <= {"f", ""}
+    assert turn.reasoning == reasoning
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reasoning"),
+    [
+        ("", "", ""),
+        ("hm</think>", "", "hm"),
+        ("<think>hm</think>\n", "", "hm"),
+        ("<think>a</think>\n<think>b</think>", "", "a\nb"),
+        ("Hm <think>a</think> b</think>", "", "Hm <think>a</think> b"),
+        ("x</think>y<think>z</think>w</think>", "", "x</think>y<think>z</think>w"),
+        ("[g(x=1)]</think>", "", "[g(x=1)]"),
+        ("[g(x=1)] it is</think>", "", "[g(x=1)] it is"),
+        (f"{LLAMA_F}</think>", "", LLAMA_F),
+        ("", "<think>ok</think>", "ok"),
+        ("", "\n<think>ok", "ok"),
+        ("<think>a</think>", "\n<think>b", "a\nb"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("family", "call"),
+    [("llama", LLAMA_F), ("pythonic", "[f(x='a</think>b')]"), ("pythonic", "[f(x=1)]")],
+)
+def test_reasoning_before_and_after_a_call_without_a_tag(
+    family: str, call: str, before: str, after: str, reasoning: str
+) -> None:
+    turn = parse_turn(before + call + after, family)
+    assert [(found.name, found.problem) for found in turn.tool_calls] == [("f", "")]
+    assert (turn.content, turn.reasoning) == ("", reasoning)
+
+
+@pytest.mark.parametrize(("family", "call"), [("llama", LLAMA_F), ("pythonic", "[f(x=1)]")])
+def test_calls_in_reasoning_are_not_made(family: str, call: str) -> None:
+    for text in (f"{call}</think>", f"{call}</think>no", f"<think>{call}</think>no"):
+        turn = parse_turn(text, family)
+        assert not turn.tool_calls and turn.content in {"", "no"} and call in turn.reasoning
 
 
 @pytest.mark.slow
@@ -263,7 +307,8 @@ REPEATED = [
     "<tool_call>f<arg_key>x</arg_key><arg_value></think>",
     "<tool_call>f<arg_key>", "<tool_call>f<arg_key>x</arg_key><arg_value>", "[f(", "[f(x=[", "f(x='", "[f(), ",
     "<|tool_call_start|>[f(", "<tool_call>", "</tool_call>", '<tool_call>{"a": "', "{", "[", '"', "\\", "'", "(", " ",
-    "\n", "a", "<", "é", "functions.", ":1", ",",
+    "\n", "a", "<", "é", "functions.", ":1", ",", "<think>", "</think>", "<think></think>", "</think>{",
+    "</think>[f(", "<think>a</think> ",
 ]  # fmt: skip
 
 
