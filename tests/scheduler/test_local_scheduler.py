@@ -171,15 +171,13 @@ def test_stop_leaves_alone_what_the_process_has_started_for_itself(tmp_path, mod
     """A program with servers of its own may train with the launcher inside it, one run after the
     other; another one comes while a scheduler is there."""
     modules("stubborn", STUBBORN)
-    server = (
-        "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; "
-        "time.sleep(600)'])"
-    )
+    wait = "import time; time.sleep(600)"
+    server = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {wait!r}])"
     stranger = subprocess.Popen([sys.executable, "-c", server], start_new_session=True)
     later: list[subprocess.Popen[bytes]] = []
     try:
         deadline = time.monotonic() + 60
-        while not any("sleep" in line[-1] for line in family(stranger.pid).values()):
+        while not any(line[-1] == wait for line in family(stranger.pid).values()):
             assert time.monotonic() < deadline, "the server did not start its child"
             time.sleep(0.05)
         before = family(stranger.pid)

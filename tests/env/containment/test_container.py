@@ -345,6 +345,7 @@ def test_background_processes_stay_and_their_output_is_read(container: Container
 def test_a_stage_ends_all_of_its_processes_and_keeps_its_files() -> None:
     with started() as container:
         run(container, "setsid sleep 4242 > /dev/null 2>&1 & echo kept > /srv/file")
+        run(container, "until pgrep -fx 'sleep 4242'; do sleep 0.05; done")
         assert is_running("sleep 4242")
         container.end()
         assert not is_running("sleep 4242")
