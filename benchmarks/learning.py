@@ -4,6 +4,8 @@ curves.
     make train SEED=1; make train SEED=2; make train SEED=3
     python benchmarks/learning.py runs/grpo_aws/seed1-* runs/grpo_aws/seed2-* runs/grpo_aws/seed3-* --out curves.png
     python benchmarks/learning.py runs/... --metrics policy/clip_fraction policy/ratio_max --out clipping.png
+    make train-all-tiers
+    python benchmarks/learning.py runs/grpo_aws/all-tiers-seed1 --by-tier --out tiers.png
 
 Runs that differ in more than their seed, such as in staleness, are also compared by kind: success
 after training with the 95 % interval of all episodes (Wilson), and the difference from the first
@@ -24,6 +26,9 @@ from typing import Any
 import matplotlib
 import yaml
 
+from realhf.api.evaluation import wilson_interval
+from realhf.aws.tasks.task import TIERS
+
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
@@ -33,6 +38,9 @@ Z_975 = statistics.NormalDist().inv_cdf(0.975)
 TIER = "source/success/"
 """Prefix of a metric: the curriculum's running success rate of a tier, which weights all its
 templates equally regardless of how often each was drawn."""
+
+UNSEEN = "unseen-"
+"""Prefix of a group of held-out episodes: templates of a tier that never train."""
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -64,7 +72,10 @@ def read_run(folder: Path) -> dict[str, Any]:
         "success": success,
         "rows": rows,
     }
-    return found | {"held_out": dict(sorted(held_out.items()))}
+    return found | {
+        "held_out": dict(sorted(held_out.items())),
+        "reports": {int(step): told[step]["sampled"] for step in sorted(told, key=int)},
+    }
 
 
 def _learner(config: dict[str, Any]) -> str:
@@ -77,6 +88,94 @@ def _learner(config: dict[str, Any]) -> str:
     told += [f"{updates} updates a step"] if updates > 1 else []
     told += [f"LoRA of rank {rank}"] if rank else []
     return "".join(f", {word}" for word in told)
+
+
+Rate = tuple[float, float, float, int]
+"""Success, the bounds of its 95 % interval (Wilson) and the number of episodes."""
+
+
+def rates_by_tier(report: dict[str, dict[str, Any]]) -> dict[str, Rate]:
+    """Return the rate of each group of an evaluation that has episodes. Groups of templates that
+    never train (``unseen-``) are one."""
+    counts: dict[str, tuple[float, int]] = {}
+    for name, each in report.items():
+        group = "unseen" if name.startswith(UNSEEN) else name
+        solved, n_episodes = counts.get(group, (0.0, 0))
+        counts[group] = (
+            solved + each["success"] * each["episodes"],
+            n_episodes + each["episodes"],
+        )
+    return {
+        group: (solved / n_episodes, *wilson_interval(solved, n_episodes), n_episodes)
+        for group, (solved, n_episodes) in counts.items()
+        if n_episodes
+    }
+
+
+def tier_table(rates: dict[int, dict[str, Rate]]) -> str:
+    """Return a Markdown table of rates in percent, with one row per evaluated train step. The cell
+    of a group that an evaluation did not play is empty."""
+    names = _order(rates)
+    rows = ["| step | episodes | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
+    for step, found in rates.items():
+        cells = [_cell(found[name]) if name in found else "" for name in names]
+        n_episodes = found["overall"][3] if "overall" in found else 0
+        rows.append(f"| {step} | {n_episodes} | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def _cell(rate: Rate) -> str:
+    share, low, high, _ = rate
+    return f"{100 * share:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def _order(rates: dict[int, dict[str, Rate]]) -> list[str]:
+    """Return the groups of all evaluations: the mean, the tiers of AWS from easy to hard, others,
+    and the templates that never train."""
+    names = {name for found in rates.values() for name in found}
+    first = [name for name in ("overall", *TIERS) if name in names]
+    last = ["unseen"] if "unseen" in names else []
+    return [*first, *sorted(names - {*first, *last}), *last]
+
+
+def draw_tiers(runs: list[dict[str, Any]], out: Path) -> None:
+    """Plot the held-out success of each tier at each evaluation, with its interval: a panel for
+    each run."""
+    figure, panels = plt.subplots(
+        len(runs), figsize=(7.5, 4.2 * len(runs)), layout="constrained", squeeze=False
+    )
+    for axes, run in zip(panels[:, 0], runs, strict=True):
+        rates = run["rates"]
+        width = max(max(rates) - min(rates), 1)
+        names = _order(rates)
+        for number, name in enumerate(names):
+            steps = [step for step, found in rates.items() if name in found]
+            shares = [rates[step][name][0] for step in steps]
+            lows = [rates[step][name][1] for step in steps]
+            highs = [rates[step][name][2] for step in steps]
+            # Beside each other, so that the intervals can be told apart.
+            offset = width * 0.008 * (number - (len(names) - 1) / 2)
+            axes.errorbar(
+                [step + offset for step in steps],
+                shares,
+                yerr=[
+                    [max(share - low, 0) for share, low in zip(shares, lows, strict=True)],
+                    [max(high - share, 0) for share, high in zip(shares, highs, strict=True)],
+                ],
+                marker="o",
+                markersize=5,
+                capsize=2,
+                linewidth=2.4 if name == "overall" else 1.2,
+                color="black" if name == "overall" else f"C{number}",
+                label=name,
+            )
+        axes.set_xlabel("train step")
+        axes.set_ylabel("held-out success")
+        axes.set_ylim(0, 1.02)
+        axes.grid(alpha=0.3)
+        axes.set_title(f"{run['kind']}, seed {run['seed']}", fontsize=9)
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    figure.savefig(out, dpi=130)
 
 
 def table(runs: list[dict[str, Any]]) -> str:
@@ -124,7 +223,7 @@ def comparison(runs: list[dict[str, Any]]) -> str:
             for run in runs
             if run["kind"] == kind
         )
-        low, high = _wilson(statistics.mean(values) / 100, episodes)
+        low, high = wilson_interval(statistics.mean(values) / 100 * episodes, episodes)
         gaps = [
             after[kind, seed] - after[kinds[0], seed] for seed in seeds if (kinds[0], seed) in after
         ]
@@ -135,12 +234,6 @@ def comparison(runs: list[dict[str, Any]]) -> str:
             f"{difference(gaps) if kind != kinds[0] else '| '}|"
         )
     return "\n".join(rows)
-
-
-def _wilson(share: float, n: int) -> tuple[float, float]:
-    middle = (share + Z_975**2 / (2 * n)) / (1 + Z_975**2 / n)
-    half = Z_975 / (1 + Z_975**2 / n) * math.sqrt(share * (1 - share) / n + Z_975**2 / (4 * n * n))
-    return middle - half, middle + half
 
 
 def difference(gaps: list[float]) -> str:
@@ -209,14 +302,34 @@ def main() -> None:
     parser.add_argument(
         "--metrics", nargs="*", default=[], help="draw these metrics, too (docs/metrics.md)"
     )
+    parser.add_argument(
+        "--by-tier",
+        action="store_true",
+        help="tell and draw the held-out success of each tier at each evaluation",
+    )
     args = parser.parse_args()
+    if args.by_tier and args.metrics:
+        parser.error("--by-tier draws no metrics: give either it or --metrics")
     runs = [read_run(folder) for folder in args.runs]
     order = list(dict.fromkeys(run["kind"] for run in runs))
     runs.sort(key=lambda run: (order.index(run["kind"]), run["seed"]))
     if len(order) > 1:
         print(comparison(runs), end="\n\n")
     print(table(runs))
-    if args.out:
+    if args.by_tier:
+        for run in runs:
+            run["rates"] = {
+                step: rates
+                for step, each in run["reports"].items()
+                if (rates := rates_by_tier(each))
+            }
+            if not run["rates"]:
+                parser.error(f"--by-tier: the run of seed {run['seed']} has no evaluations")
+            print(f"\n{run['kind']}, seed {run['seed']}:\n\n{tier_table(run['rates'])}")
+    if args.out and args.by_tier:
+        draw_tiers(runs, args.out)
+        print(f"success by tier: {args.out}")
+    elif args.out:
         draw(runs, args.out, args.metrics)
         print(f"curves: {args.out}")
 
