@@ -843,7 +843,7 @@ class EvaluationConfig:
         12, "Number of episodes per task template, sampled at the training temperature.", at_least=0
     )
     greedy_episodes_per_task: int = option(
-        12, "Number of episodes per task template, decoded greedily.", at_least=0
+        4, "Number of episodes per task template, decoded greedily.", at_least=0
     )
     templates: int = option(
         200,

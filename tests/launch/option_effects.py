@@ -49,7 +49,7 @@ environments."""
 SMALL = (
     "warm_start.episodes_per_task=4",
     "evaluation.episodes_per_task=4",
-    "evaluation.greedy_episodes_per_task=4",
+    "evaluation.greedy_episodes_per_task=2",
     "evaluation.templates=2",
 )
 """What only makes the table cost less."""
