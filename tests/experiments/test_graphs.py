@@ -414,7 +414,7 @@ def test_all_tiers_are_demonstrated_but_for_ten_templates_before_trial_and_judge
     [demonstrations] = before.jobs
     told = " ".join(demonstrations.argv)
     assert (
-        "--mix recovery=0.25 habit=0.0" in told
+        "--mix recovery=0.1 habit=0.0" in told
         and "--split all_but_ten --observation-chars 400 --show-ids" in told
     )
     assert told.endswith("--slips --phrasings")
