@@ -95,8 +95,8 @@ Rate = tuple[float, float, float, int]
 
 
 def rates_by_tier(report: dict[str, dict[str, Any]]) -> dict[str, Rate]:
-    """Return the rate of each group of an evaluation that has episodes. Groups of templates that
-    never train (``unseen-``) are one."""
+    """Return the rate of each group that has episodes, in the report of an evaluation. Groups of
+    templates that never train (``unseen-``) are one."""
     counts: dict[str, tuple[float, int]] = {}
     for name, each in report.items():
         group = "unseen" if name.startswith(UNSEEN) else name
@@ -170,7 +170,7 @@ def draw_tiers(runs: list[dict[str, Any]], out: Path) -> None:
                 label=name,
             )
         axes.set_xlabel("train step")
-        axes.set_ylabel("held-out success")
+        axes.set_ylabel("held-out success, sampled")
         axes.set_ylim(0, 1.02)
         axes.grid(alpha=0.3)
         axes.set_title(f"{run['kind']}, seed {run['seed']}", fontsize=9)
@@ -305,7 +305,7 @@ def main() -> None:
     parser.add_argument(
         "--by-tier",
         action="store_true",
-        help="tell and draw the held-out success of each tier at each evaluation",
+        help="print and draw the sampled held-out success of each tier at each evaluation",
     )
     args = parser.parse_args()
     if args.by_tier and args.metrics:

@@ -300,7 +300,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record = None if asked.record else read_record(asked.record_file, asked.options)
         if asked.record and len(asked.seeds) < 2:
             raise Failed("a record takes two seeds at least: one run says nothing of the spread")
-        state = str(asked.runs) if asked.runs else code_state()
+        try:
+            state = code_state()
+        except Failed:
+            if asked.runs is None:
+                raise
+            state = "unknown"
         found = []
         for seed in asked.seeds:
             found.append(play(seed, asked.runs or RUNS / state, asked.options, asked.minutes))
